@@ -1,0 +1,1 @@
+"""Ahead-of-time compilation: bucket ladders, the planner, XLA options, compiling."""

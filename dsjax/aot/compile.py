@@ -1,0 +1,112 @@
+"""Compiling: tracing each chain once, compiling in parallel, keeping results on disk, counting every compile."""
+
+import logging
+import os
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding
+
+from dsjax.aot.planner import PlannedProgram, ProgramKey
+from dsjax.aot.xla_options import compiler_options
+from dsjax.segments import Chain
+from dsjax.sharding import REPLICATED, value_partition, weight_partition
+from dsjax.telemetry import count, counters
+
+logger = logging.getLogger("dsjax")
+
+Executables = dict[ProgramKey, dict[Chain, Any]]
+
+_COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
+
+
+def count_compiles() -> None:
+    """From now on, count everything that XLA compiles in this process, dsjax's or not, as "compiles"."""
+    if "compiles" not in counters:
+        counters["compiles"] = 0
+        jax.monitoring.register_event_duration_secs_listener(
+            lambda event, _duration, **_: count("compiles") if event == _COMPILE_EVENT else None
+        )
+
+
+def keep_executables(folder: Path) -> None:
+    """Keep compiled executables in `folder` (JAX's persistent compilation cache), small and quick ones too."""
+    folder.mkdir(parents=True, exist_ok=True)
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+@dataclass(frozen=True)
+class CompileReport:
+    """What compiling took: executables in all, and wall seconds of tracing with lowering, and of compiling."""
+
+    executables: int
+    lower_s: float
+    compile_s: float
+
+
+def compile_programs(
+    planned: Sequence[PlannedProgram], state: Mapping[str, Any], mesh: Mesh
+) -> tuple[Executables, CompileReport]:
+    """Compile each distinct chain of each program for `mesh`, given the abstract `state`."""
+    begin = time.perf_counter()
+    lowered = {program.key: _lower(program, state, mesh) for program in planned}
+    middle = time.perf_counter()
+    options = compiler_options("cuda" if mesh.devices.flat[0].platform == "gpu" else "cpu")
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        futures = {
+            key: {chain: pool.submit(one.compile, compiler_options=options) for chain, one in chains.items()}
+            for key, chains in lowered.items()
+        }
+        compiled = {key: {chain: f.result() for chain, f in chains.items()} for key, chains in futures.items()}
+    number = sum(map(len, compiled.values()))
+    report = CompileReport(number, middle - begin, time.perf_counter() - middle)
+    logger.info("%d executables: lowered in %.1f s, compiled in %.1f s", number, report.lower_s, report.compile_s)
+    return compiled, report
+
+
+def eager_programs(planned: Sequence[PlannedProgram]) -> Executables:
+    """Programs that run op by op, nothing compiled as a whole: for comparison, on one device only."""
+
+    def op_by_op(chain: Chain):
+        return lambda weights, layer, *values: chain.run(weights, layer, *values, jit=False)
+
+    return {p.key: {link.chain: op_by_op(link.chain) for link in p.links} for p in planned}
+
+
+def _lower(program: PlannedProgram, state: Mapping[str, Any], mesh: Mesh) -> dict[Chain, Any]:
+    """The lowered chains of one program; the abstract results of each chain are the arguments of later ones."""
+    named = {name: _placed(value, name, mesh) for name, value in (dict(state) | program.arguments).items()}
+    lowered = {}
+    for link in program.links:
+        chain = link.chain
+        if chain in lowered:
+            continue
+        layer = None if link.layer is None else _aval((), jnp.int32, mesh, REPLICATED)
+        traced = chain.sharded(mesh).trace(_weight_avals(chain, mesh), layer, *(named[name] for name in chain.takes))
+        lowered[chain] = traced.lower()
+        named |= {name: _placed(out, name, mesh) for name, out in zip(chain.gives, traced.out_info, strict=True)}
+    return lowered
+
+
+def _weight_avals(chain: Chain, mesh: Mesh) -> tuple[tuple[jax.ShapeDtypeStruct, ...], ...]:
+    return tuple(
+        tuple(_aval(shape, dtype, mesh, weight_partition(path)) for path, shape, dtype in segment.weights)
+        for segment in chain.segments
+    )
+
+
+def _placed(value: Any, name: str, mesh: Mesh) -> Any:
+    """The abstract value `name` with its place on the mesh."""
+    return jax.tree.map(lambda leaf: _aval(leaf.shape, leaf.dtype, mesh, value_partition(name)), value)
+
+
+def _aval(shape: tuple[int, ...], dtype: Any, mesh: Mesh, partition: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, partition))

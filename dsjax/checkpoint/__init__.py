@@ -1,0 +1,1 @@
+"""Checkpoints: the safetensors reader and writer, tables from checkpoint names to model weights, loading."""

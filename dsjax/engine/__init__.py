@@ -1,0 +1,1 @@
+"""The engine: requests, scheduler, step inputs, sampler, and the offline API."""

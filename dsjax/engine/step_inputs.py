@@ -1,0 +1,116 @@
+"""The device's side of a step's inputs: unpacking, page tables, work lists and rotary angles, once per step.
+
+Padding contract: a pad token has row none, id 0, no cache slot (nothing is written), no expert, length 0 and a zero
+hidden row; no real row's result depends on what stands in pad rows.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from dsjax.cache.kinds import PageKind
+from dsjax.config import RopeConfig
+from dsjax.engine.step_layout import NONE, StepShape, step_layout
+from dsjax.layers.rope import cos_sin
+from dsjax.pallas_kernels.mla_prefill import PrefillChunks
+
+NO_SLOT = jnp.iinfo(jnp.int32).max  # beyond every pool, so scatters with mode="drop" skip it
+
+
+class DecodeTokens(NamedTuple):
+    """The leading tokens as decode rows: `rows` int32 [n] and `lengths` int32 [n], keys seen, 0 for no decode."""
+
+    rows: jax.Array
+    lengths: jax.Array
+
+
+class StepInputs(NamedTuple):
+    """What every layer of a body may read. T tokens, per page kind or rope table where a dict."""
+
+    token_ids: jax.Array  # int32 [T]
+    valid: jax.Array  # bool [T]
+    slots: dict[str, jax.Array]  # int32 [T]: page * page_tokens + offset of each token's cache entry
+    rope: dict[str, tuple[jax.Array, jax.Array]]  # cos, sin float32 [T, dim / 2]
+    decode: DecodeTokens
+    prefill: PrefillChunks | None
+
+
+class SampleInputs(NamedTuple):
+    """Which rows sample in this step; int32 [B] each, in the host's order, unused places last.
+
+    `tokens`: index of the row's last token. `rows`: B where unused. `positions`: position of the sampled token.
+    """
+
+    tokens: jax.Array
+    rows: jax.Array
+    positions: jax.Array
+
+
+class Prepare(nnx.Module):
+    """First piece of a body: packed step array -> inputs of all others; writes new pages into the page tables."""
+
+    gives = ("page_tables", "inputs", "samples")
+
+    def __init__(self, shape: StepShape, kinds: tuple[PageKind, ...], ropes: tuple[tuple[str, RopeConfig], ...]):
+        self.shape, self.kinds, self.ropes = shape, kinds, ropes
+
+    def __call__(self, packed: jax.Array, page_tables: dict, last_tokens: jax.Array):
+        fields = step_layout(self.shape, self.kinds).unpack(packed)
+        tables = {kind.name: _add_pages(page_tables[kind.name], fields[f"new_pages.{kind.name}"]) for kind in self.kinds}
+        positions, valid = fields["token_positions"], fields["token_rows"] >= 0
+        rows = jnp.maximum(fields["token_rows"], 0)
+        ids = jnp.where(fields["token_ids"] < 0, last_tokens[rows], fields["token_ids"])
+        inputs = StepInputs(
+            token_ids=jnp.where(valid, ids, 0),
+            valid=valid,
+            slots={kind.name: _slots(kind, tables[kind.name], rows, positions, valid) for kind in self.kinds},
+            rope={name: cos_sin(rope, positions) for name, rope in self.ropes},
+            decode=self._decode(fields, rows, positions),
+            prefill=self._prefill(fields),
+        )
+        return tables, inputs, self._samples(fields, rows, positions)
+
+    def _decode(self, fields: dict, rows: jax.Array, positions: jax.Array) -> DecodeTokens:
+        n = self.shape.decode_tokens
+        return DecodeTokens(rows[:n], jnp.where(jnp.arange(n) < fields["num_decode"], positions[:n] + 1, 0))
+
+    def _prefill(self, fields: dict) -> PrefillChunks | None:
+        return PrefillChunks(*jnp.maximum(fields["chunks"], 0).T) if self.shape.has_prefill else None
+
+    def _samples(self, fields: dict, rows: jax.Array, positions: jax.Array) -> SampleInputs:
+        tokens = jnp.maximum(fields["sample_tokens"], 0)
+        used = fields["sample_tokens"] != NONE
+        return SampleInputs(tokens, jnp.where(used, rows[tokens], self.shape.rows), positions[tokens] + 1)
+
+
+def _add_pages(table: jax.Array, new_pages: jax.Array) -> jax.Array:
+    row, place, page = new_pages.T
+    return table.at[jnp.where(row < 0, table.shape[0], row), place].set(page, mode="drop")
+
+
+def _slots(kind: PageKind, table: jax.Array, rows: jax.Array, positions: jax.Array, valid: jax.Array) -> jax.Array:
+    pages = table[rows, positions // kind.page_tokens]
+    return jnp.where(valid, pages * kind.page_tokens + positions % kind.page_tokens, NO_SLOT)
+
+
+class Collect(nnx.Module):
+    """Last piece of a body: the hidden rows x [T, D] of the tokens that sample -> hidden [B, D]."""
+
+    gives = ("hidden",)
+
+    def __call__(self, x: jax.Array, samples: SampleInputs):
+        return (x[samples.tokens],)
+
+
+class Trim(nnx.Module):
+    """First piece of a tail: the first `rows` of hidden [B, D] -> last_hidden [rows, D]."""
+
+    gives = ("last_hidden",)
+
+    def __init__(self, rows: int):
+        self.rows = rows
+
+    def __call__(self, hidden: jax.Array):
+        return (hidden[: self.rows],)

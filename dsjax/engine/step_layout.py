@@ -1,0 +1,86 @@
+"""What the host sends the device: named int32 fields in one array, so that a step costs one small transfer.
+
+Shared by the host, which packs with NumPy, and the device, which unpacks inside a compiled segment. No JAX here.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from dsjax.cache.kinds import PageKind
+
+NONE = -1  # fills unused places: no row, no token
+LAST_TOKEN = -1  # token id that stands for "the token last sampled for this row", which only the device knows
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Named fields of fixed shape, stored one after the other."""
+
+    fields: tuple[tuple[str, tuple[int, ...]], ...]
+
+    @property
+    def size(self) -> int:
+        """Length of the packed array."""
+        return sum(math.prod(shape) for _, shape in self.fields)
+
+    def pack(self, values: Mapping[str, Any]) -> np.ndarray:
+        """One int32 array [size] holding each field's leading values, the rest of it filled with NONE."""
+        packed = np.full(self.size, NONE, np.int32)
+        for name, place in self.unpack(packed).items():
+            value = np.asarray(values[name], np.int32)
+            place[: len(value)] = value
+        return packed
+
+    def unpack(self, packed: Any) -> dict[str, Any]:
+        """The fields of `packed` as views (NumPy) or slices (JAX)."""
+        fields, begin = {}, 0
+        for name, shape in self.fields:
+            end = begin + math.prod(shape)
+            fields[name] = packed[begin:end].reshape(shape)
+            begin = end
+        return fields
+
+
+@dataclass(frozen=True)
+class StepShape:
+    """The static sizes of one body: `tokens` places for tokens, `rows` = max_num_seqs, with or without prefill."""
+
+    tokens: int
+    rows: int
+    has_prefill: bool
+
+    @property
+    def decode_tokens(self) -> int:
+        """Places at the front of the token arrays that may hold decode tokens."""
+        return min(self.tokens, self.rows)
+
+
+def step_layout(shape: StepShape, kinds: tuple[PageKind, ...]) -> Layout:
+    """Fields of one step.
+
+    num_decode [1]: how many leading tokens are decode tokens. token_ids, token_rows, token_positions [T].
+    sample_tokens [B]: indices of the tokens whose successor is sampled. chunks [B, 4]: row, first token, length, first
+    position of each prefill chunk. new_pages.<kind> [n, 3]: row, place in its table, page id.
+    """
+    tokens, rows = shape.tokens, shape.rows
+    fields: list[tuple[str, tuple[int, ...]]] = [
+        ("num_decode", (1,)),
+        ("token_ids", (tokens,)),
+        ("token_rows", (tokens,)),
+        ("token_positions", (tokens,)),
+        ("sample_tokens", (rows,)),
+    ]
+    if shape.has_prefill:
+        fields.append(("chunks", (rows, 4)))
+    fields += [(f"new_pages.{kind.name}", (tokens // kind.page_tokens + shape.decode_tokens, 3)) for kind in kinds]
+    return Layout(tuple(fields))
+
+
+def row_layout(rows: int) -> Layout:
+    """Fields that set rows up for new requests: row [B], and the sampling parameters of each (floats as their bits)."""
+    names = ("row", "temperature", "top_k", "top_p", "seed_low", "seed_high")
+    return Layout(tuple((name, (rows,)) for name in names))

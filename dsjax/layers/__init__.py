@@ -1,0 +1,1 @@
+"""Building blocks of the family's layers. Weights keep the checkpoint's [out, in] order."""

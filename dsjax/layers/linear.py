@@ -1,0 +1,32 @@
+"""Linear projections without bias."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+
+
+def param(shape: tuple[int, ...], dtype: jnp.dtype) -> nnx.Param:
+    """A weight of the abstract model. Models are built under `nnx.eval_shape`, so nothing is allocated."""
+    return nnx.Param(jnp.zeros(shape, dtype))
+
+
+def contract_last(x: jax.Array, weight: jax.Array, dtype: jnp.dtype | None = None) -> jax.Array:
+    """x [T, in] times weight [..., in] over `in`: [T, ...], accumulated in float32, returned as `dtype` (of x)."""
+    return lax.dot_general(x, weight, (((1,), (weight.ndim - 1,)), ((), ())), preferred_element_type=dtype)
+
+
+class Linear(nnx.Module):
+    """y = x W^T with W [*out, in]: x [T, in] -> [T, *out] in x's dtype."""
+
+    def __init__(self, out: int | tuple[int, ...], in_features: int, dtype: jnp.dtype):
+        out = (out,) if isinstance(out, int) else out
+        self.weight = param((*out, in_features), dtype)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        weight = self.weight[...]
+        *out, in_features = weight.shape
+        flat = contract_last(x, weight.reshape(math.prod(out), in_features))
+        return flat.reshape(x.shape[0], *out)

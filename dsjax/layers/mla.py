@@ -1,0 +1,122 @@
+"""Multi-head latent attention, cut into the pieces that become segments (DeepSeek-V2 paper, section 2.1).
+
+    attn_in    norm, query and latent projections, rope; writes the new latents into their pages
+    attention  reads the pages: absorbed form for decode tokens, per-head form for prefill chunks
+    attn_out   output projection, residual, norm of the next block's input, router
+
+A piece's parameters name the values that it takes, `gives` names those that it returns.
+"""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from dsjax.config import MLAConfig, ModelConfig
+from dsjax.engine.step_inputs import StepInputs
+from dsjax.layers.linear import Linear, param
+from dsjax.layers.moe import Router
+from dsjax.layers.norm import RMSNorm
+from dsjax.layers.rope import rotate
+from dsjax.pallas_kernels import Ops
+from dsjax.sharding import TensorParallel
+
+LATENT = "latent"  # the page kind of MLA, and its only pool: [L, P, S, C + R]
+ROPE = "main"  # the rope table of MLA
+
+
+class MLAInput(nnx.Module):
+    """x [T, D] -> queries q [T, H, N + R]; stores each token's latent [C + R] (normed latent, rotated rope key)."""
+
+    gives = ("pools", "q")
+
+    def __init__(self, config: ModelConfig, dtype: jnp.dtype):
+        hidden, mla = config.hidden_size, config.attention
+        self.mla = mla
+        self.norm = RMSNorm(hidden, config.norm_eps)
+        self.kv_a_norm = RMSNorm(mla.kv_lora_rank, mla.latent_norm_eps)
+        queries = mla.num_heads * mla.qk_head_dim
+        if mla.q_lora_rank is None:
+            self.q_proj = Linear(queries, hidden, dtype)
+            self.kv_a = Linear(mla.latent_width, hidden, dtype)
+        else:
+            self.qkv_a = Linear(mla.q_lora_rank + mla.latent_width, hidden, dtype)
+            self.q_a_norm = RMSNorm(mla.q_lora_rank, mla.latent_norm_eps)
+            self.q_b = Linear(queries, mla.q_lora_rank, dtype)
+
+    def __call__(self, x: jax.Array, pools: dict, layer: jax.Array, inputs: StepInputs):
+        q, latent = self.project(x, *inputs.rope[ROPE])
+        pool, slots = pools[LATENT], inputs.slots[LATENT]
+        pages, offsets = slots // pool.shape[2], slots % pool.shape[2]
+        return pools | {LATENT: pool.at[layer, pages, offsets].set(latent.astype(pool.dtype), mode="drop")}, q
+
+    def project(self, x: jax.Array, cos: jax.Array, sin: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Queries [T, H, N + R] and latents [T, C + R] of x [T, D], rotated by cos, sin [T, R / 2]."""
+        flat_q, latent = self._projections(self.norm(x))
+        q = flat_q.reshape(x.shape[0], -1, self.mla.qk_head_dim)
+        q_nope, q_rope = jnp.split(q, [self.mla.qk_nope_head_dim], axis=-1)
+        compressed, k_rope = jnp.split(latent, [self.mla.kv_lora_rank], axis=-1)
+        q = jnp.concatenate([q_nope, rotate(q_rope, cos, sin)], axis=-1)
+        return q, jnp.concatenate([self.kv_a_norm(compressed), rotate(k_rope, cos, sin)], axis=-1)
+
+    def _projections(self, h: jax.Array) -> tuple[jax.Array, jax.Array]:
+        if self.mla.q_lora_rank is None:
+            return self.q_proj(h), self.kv_a(h)
+        query_latent, latent = jnp.split(self.qkv_a(h), [self.mla.q_lora_rank], axis=-1)
+        return self.q_b(self.q_a_norm(query_latent)), latent
+
+
+class MLAAttention(nnx.Module):
+    """Queries q [T, H, N + R] over the row's pages -> o [T, H, V]."""
+
+    gives = ("o",)
+
+    def __init__(self, config: MLAConfig, dtype: jnp.dtype, ops: Ops):
+        self.w_uk = param((config.num_heads, config.qk_nope_head_dim, config.kv_lora_rank), dtype)
+        self.w_uv = param((config.num_heads, config.v_head_dim, config.kv_lora_rank), dtype)
+        self.mla, self.ops = config, ops
+
+    def __call__(self, q: jax.Array, pools: dict, page_tables: dict, layer: jax.Array, inputs: StepInputs):
+        pool, tables, decode = pools[LATENT], page_tables[LATENT], inputs.decode
+        decoded = self._decode(q[: decode.lengths.shape[0]], pool, layer, tables[decode.rows], decode.lengths)
+        if inputs.prefill is None:
+            return (decoded,)
+        o = self.ops.mla_prefill(
+            q, self.w_uk[...], self.w_uv[...], pool, layer, tables, inputs.prefill, scale=self.mla.softmax_scale
+        )
+        is_decode = (decode.lengths > 0)[:, None, None]
+        head = o[: decoded.shape[0]]
+        return (o.at[: decoded.shape[0]].set(jnp.where(is_decode, decoded, head)),)
+
+    def _decode(self, q: jax.Array, pool: jax.Array, layer: jax.Array, tables: jax.Array, lengths: jax.Array):
+        q_nope, q_rope = jnp.split(q, [self.mla.qk_nope_head_dim], axis=-1)
+        absorbed = jnp.einsum("thn,hnc->thc", q_nope, self.w_uk[...])
+        latent = self.ops.mla_decode(
+            jnp.concatenate([absorbed, q_rope], axis=-1),
+            pool,
+            layer,
+            tables,
+            lengths,
+            rank=self.mla.kv_lora_rank,
+            scale=self.mla.softmax_scale,
+        )
+        return jnp.einsum("thc,hvc->thv", latent, self.w_uv[...])
+
+
+class AttentionOutput(nnx.Module):
+    """Adds the projected attention output o [T, H, V] to x [T, D]; gives the normed FFN input h and its experts.
+
+    Attention layers of every kind end in this piece. With `routed` False (a dense layer) there is no router.
+    """
+
+    def __init__(self, config: ModelConfig, routed: bool, dtype: jnp.dtype, ops: Ops, tp: TensorParallel):
+        mla = config.attention
+        self.o_proj = Linear(config.hidden_size, mla.num_heads * mla.v_head_dim, dtype)
+        self.norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.router = Router(config.moe.router, config.hidden_size, dtype, ops) if routed else None
+        self.tp = tp
+        self.gives = ("x", "h", "expert_ids", "expert_weights") if routed else ("x", "h")
+
+    def __call__(self, x: jax.Array, o: jax.Array, inputs: StepInputs):
+        x = x + self.tp.sum(self.o_proj(o.reshape(x.shape[0], -1)))
+        h = self.norm(x)
+        return (x, h) if self.router is None else (x, h, *self.router(h, inputs.valid))

@@ -1,0 +1,76 @@
+"""The Flax model: embedding, decoder layers, head. It composes dsjax.layers and holds no mathematics of its own.
+
+A model is abstract (`abstract_model` allocates nothing); its weights live outside, as flat leaves per piece, and are
+handed to the compiled segments as arguments.
+"""
+
+from collections.abc import Iterator
+from functools import partial
+
+import jax.numpy as jnp
+from flax import nnx
+
+from dsjax.cache.kinds import PageKind, PoolSpec
+from dsjax.config import ModelConfig, RopeConfig
+from dsjax.layers.embedding import Embedding, Head
+from dsjax.layers.mla import LATENT, ROPE, AttentionOutput, MLAAttention, MLAInput
+from dsjax.layers.mlp import DenseFFN
+from dsjax.layers.moe import MoE
+from dsjax.pallas_kernels import Ops
+from dsjax.sharding import TensorParallel
+
+
+class DecoderLayer(nnx.Module):
+    """One transformer block, as the pieces that run one after the other (`PIECES` names the attributes).
+
+    `index` is the layer's place among the layers that share its page kinds, so also its place in their pools.
+    """
+
+    PIECES = ("attn_in", "attention", "attn_out", "ffn")
+
+    def __init__(self, config: ModelConfig, index: int, dtype: jnp.dtype, ops: Ops, tp: TensorParallel):
+        routed = index >= config.num_dense_layers
+        self.attn_in = MLAInput(config, dtype)
+        self.attention = MLAAttention(config.attention, dtype, ops)
+        self.attn_out = AttentionOutput(config, routed, dtype, ops, tp)
+        if routed:
+            self.ffn = MoE(config, dtype, ops, tp)
+        else:
+            self.ffn = DenseFFN(config.hidden_size, config.dense_width, dtype, tp)
+
+
+class Model(nnx.Module):
+    """A DeepSeek language model of any supported generation.
+
+    `dtype` is that of weights and activations. `ropes` and `page_kinds` say which rotary tables a step prepares and
+    what the cache stores per token.
+    """
+
+    def __init__(self, config: ModelConfig, dtype: jnp.dtype, ops: Ops, tp: TensorParallel):
+        self.embed = Embedding(config, dtype, tp)
+        self.layers = nnx.List(DecoderLayer(config, i, dtype, ops, tp) for i in range(config.num_layers))
+        self.head = Head(config, dtype, tp)
+        self.config, self.dtype, self.tp = config, dtype, tp
+
+    @property
+    def ropes(self) -> tuple[tuple[str, RopeConfig], ...]:
+        return ((ROPE, self.config.attention.rope),)
+
+    @property
+    def page_kinds(self) -> tuple[PageKind, ...]:
+        pool = PoolSpec(LATENT, self.config.num_layers, self.config.attention.latent_width, self.dtype)
+        return (PageKind(LATENT, (pool,)),)
+
+    def pieces(self) -> Iterator[tuple[str, nnx.Module]]:
+        """Path and module of every piece that has weights, in the order in which they run."""
+        yield "embed", self.embed
+        for index, layer in enumerate(self.layers):
+            for name in layer.PIECES:
+                yield f"layers.{index}.{name}", getattr(layer, name)
+        yield "head", self.head
+
+
+def abstract_model(config: ModelConfig, dtype: jnp.dtype, ops: Ops, tp: TensorParallel = TensorParallel()) -> Model:
+    """The model with jax.ShapeDtypeStruct leaves of global shape. OptionError if `tp` does not divide it."""
+    tp.check(config)
+    return nnx.eval_shape(partial(Model, config, jnp.dtype(dtype), ops, tp))

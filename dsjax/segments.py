@@ -1,0 +1,216 @@
+"""Segments, plans and the executor: what is compiled per bucket, and the Python loop that chains the executables.
+
+A *segment* is one piece of the model as a pure function of its weights and of named values. A *program* (a body or a
+tail, for one bucket) is a list of segment calls. A *plan* cuts that list into chains, and each chain is compiled into
+one executable: one per piece, one per layer, or one for the whole step, from the same functions. Since weights and the
+layer index are arguments, one executable serves all layers of a kind.
+
+Values that a chain both takes and gives (caches, page tables, the residual stream) are donated: they stay in place.
+"""
+
+import inspect
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import groupby
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding
+
+from dsjax.sharding import REPLICATED, value_partition, weight_partition
+
+GRANULARITIES = ("piece", "layer", "step")
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A piece as a pure function. Pieces with equal graphs and weight shapes are equal segments.
+
+    `takes` are the parameter names of the piece's __call__, `gives` the names of what it returns, `weights` path,
+    shape and dtype of its leaves. A segment that takes "layer" runs once per layer.
+    """
+
+    name: str
+    graph: Any
+    weights: tuple[tuple[str, tuple[int, ...], Any], ...]
+    takes: tuple[str, ...]
+    gives: tuple[str, ...]
+
+    @classmethod
+    def of(cls, name: str, piece: nnx.Module) -> "Segment":
+        graph, state = nnx.split(piece)
+        weights = tuple((path, leaf.shape, leaf.dtype) for path, leaf in weight_leaves(state))
+        takes = tuple(inspect.signature(type(piece).__call__).parameters)[1:]
+        return cls(name, (graph, jax.tree.structure(state)), weights, takes, tuple(piece.gives))
+
+    def run(self, leaves: Sequence[jax.Array], *arguments: Any) -> tuple[Any, ...]:
+        """The piece applied to `arguments` (in the order of `takes`), with its weights given as flat leaves."""
+        graph, structure = self.graph
+        return nnx.merge(graph, jax.tree.unflatten(structure, leaves))(*arguments)
+
+    @cached_property
+    def traced_once(self) -> Any:
+        """`run` behind a jit of its own, so that a step of many layers traces and lowers each segment once."""
+        return jax.jit(self.run)
+
+
+def weight_leaves(state: nnx.State) -> list[tuple[str, Any]]:
+    """Path (such as "router.bias") and value of every leaf, in the order of flat leaves."""
+    flat = jax.tree_util.tree_leaves_with_path(state)
+    return [(".".join(str(key.key) for key in path if hasattr(key, "key")), leaf) for path, leaf in flat]
+
+
+@dataclass(frozen=True)
+class Call:
+    """A segment at one place of a program: the path of its weights in the model, and its layer (None: no layer)."""
+
+    segment: Segment
+    path: str
+    layer: int | None = None
+
+
+@dataclass(frozen=True)
+class Chain:
+    """Consecutive segments that become one executable. Equal chains share it.
+
+    `layers` are baked in where segments of several layers are chained; a chain of one layer gets its index as an
+    argument instead, and has None throughout.
+    """
+
+    segments: tuple[Segment, ...]
+    layers: tuple[int | None, ...]
+    takes: tuple[str, ...]
+    gives: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        names = [segment.name for segment in self.segments]
+        return "+".join(names) if len(names) <= 4 else f"{names[0]}..{names[-1]}"
+
+    def run(self, weights: Sequence[Sequence[jax.Array]], layer: jax.Array | None, *values: Any, jit: bool = True) -> tuple:
+        """weights: flat leaves per segment. values: in the order of `takes`. Returns values in the order of `gives`."""
+        named = dict(zip(self.takes, values, strict=True))
+        for segment, leaves, baked in zip(self.segments, weights, self.layers, strict=True):
+            named["layer"] = layer if baked is None else jnp.int32(baked)
+            function = segment.traced_once if jit else segment.run
+            results = function(leaves, *(named[name] for name in segment.takes))
+            named.update(zip(segment.gives, results, strict=True))
+        return tuple(named[name] for name in self.gives)
+
+    def sharded(self, mesh: Mesh) -> Any:
+        """`run` as one shard_map over `mesh`, jitted, with everything both taken and given donated."""
+        weights = tuple(tuple(weight_partition(path) for path, _, _ in segment.weights) for segment in self.segments)
+        values = tuple(value_partition(name) for name in self.takes)
+        results = tuple(value_partition(name) for name in self.gives)
+        specs = (weights, REPLICATED, *values)
+        function = jax.shard_map(self.run, mesh=mesh, in_specs=specs, out_specs=results, check_vma=False)
+        donated = tuple(i + 2 for i, name in enumerate(self.takes) if name in self.gives)
+        return jax.jit(function, donate_argnums=donated)
+
+
+@dataclass(frozen=True)
+class Link:
+    """One executable call of a program: the chain, and where its weights and its layer index come from."""
+
+    chain: Chain
+    paths: tuple[str, ...]
+    layer: int | None
+
+
+def cut(calls: Sequence[Call], granularity: str, results: Iterable[str]) -> list[Link]:
+    """Cut a program into chains: per "piece", per "layer", or not at all ("step").
+
+    `results` names the values that must be there when the program ends.
+    """
+    if granularity == "piece":
+        groups = [[call] for call in calls]
+    elif granularity == "layer":
+        groups = [list(group) for _, group in groupby(calls, key=lambda call: call.layer)]
+    else:
+        groups = [list(calls)]
+    links, live = [], set(results)
+    for group in reversed(groups):
+        link = _link(group, live)
+        live = (live - _given(group)) | set(link.chain.takes)
+        links.append(link)
+    return links[::-1]
+
+
+def _given(group: Sequence[Call]) -> set[str]:
+    return {name for call in group for name in call.segment.gives}
+
+
+def _link(group: Sequence[Call], live: set[str]) -> Link:
+    layers = tuple(call.layer for call in group)
+    single = len(set(layers)) == 1
+    takes: dict[str, None] = {}
+    given: set[str] = {"layer"}
+    for call in group:
+        takes |= dict.fromkeys(name for name in call.segment.takes if name not in given)
+        given |= set(call.segment.gives)
+    chain = Chain(
+        segments=tuple(call.segment for call in group),
+        layers=(None,) * len(group) if single else layers,
+        takes=tuple(takes),
+        gives=tuple(sorted(_given(group) & live)),
+    )
+    return Link(chain, tuple(call.path for call in group), layers[0] if single else None)
+
+
+@dataclass
+class Program:
+    """A list of links bound to executables, weights and layer indices: what the executor's loop runs."""
+
+    results: tuple[str, ...]
+    steps: list[tuple[Any, Sequence[Sequence[jax.Array]], jax.Array | None, tuple[str, ...], tuple[str, ...]]]
+
+
+class Executor:
+    """Holds weights and device state, and runs programs.
+
+    `state` are the named values that live from step to step (pools, page_tables, last_tokens, sampling). Running a
+    program that rewrites one donates the old buffer. If a call fails after that, the state is lost.
+    """
+
+    def __init__(self, mesh: Mesh, weights: Mapping[str, Sequence[jax.Array]], state: dict[str, Any]):
+        self.mesh, self.weights, self.state = mesh, weights, state
+        self.dispatches = 0
+        self._layers: dict[int | None, jax.Array | None] = {None: None}
+
+    def bind(self, links: Sequence[Link], executables: Mapping[Chain, Any], results: Iterable[str]) -> Program:
+        """The program of `links`, with `executables` for its chains."""
+        steps = []
+        for link in links:
+            weights = tuple(self.weights.get(path, ()) for path in link.paths)
+            executable = executables[link.chain]
+            steps.append((executable, weights, self._layer(link.layer), link.chain.takes, link.chain.gives))
+        return Program(tuple(results), steps)
+
+    def run(self, program: Program, values: dict[str, Any]) -> dict[str, Any]:
+        """Run `program` on the state and further `values`; returns its results, of which state is kept.
+
+        Only enqueues: it neither waits for the device nor looks at a device value.
+        """
+        named = self.state | values
+        for executable, weights, layer, takes, gives in program.steps:
+            results = executable(weights, layer, *[named[name] for name in takes])
+            named.update(zip(gives, results))
+        self.dispatches += len(program.steps)
+        results = {name: named[name] for name in program.results}
+        self.state.update((name, value) for name, value in results.items() if name in self.state)
+        return results
+
+    def _layer(self, layer: int | None) -> jax.Array | None:
+        """The layer index as a device scalar, one per layer."""
+        if layer not in self._layers:
+            self._layers[layer] = jax.device_put(jnp.int32(layer), NamedSharding(self.mesh, REPLICATED))
+        return self._layers[layer]
+
+    def close(self) -> None:
+        """Free weights and state on the device."""
+        for leaf in jax.tree.leaves((self.weights, self.state, self._layers)):
+            leaf.delete()
+        self.weights, self.state, self._layers = {}, {}, {}
