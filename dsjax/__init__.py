@@ -1,0 +1,25 @@
+"""dsjax: DeepSeek inference in JAX.
+
+`LLM` is the offline API, `dsjax serve` the server. Importing dsjax is light; JAX is loaded when LLM is first used.
+
+GPU memory is taken as needed rather than in one block (dsjax sets XLA_PYTHON_CLIENT_PREALLOCATE=false unless you set
+it), so that several engines can follow each other in one process and LLM.close() really gives memory back.
+"""
+
+import os
+
+from dsjax.engine.request import SamplingParams
+from dsjax.errors import DsjaxError
+
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+
+__version__ = "0.1.0"
+__all__ = ["LLM", "DsjaxError", "SamplingParams", "__version__"]
+
+
+def __getattr__(name: str):
+    if name == "LLM":
+        from dsjax.engine.llm import LLM
+
+        return LLM
+    raise AttributeError(f"module 'dsjax' has no attribute {name!r}")

@@ -70,7 +70,9 @@ class Model(nnx.Module):
         yield "head", self.head
 
 
-def abstract_model(config: ModelConfig, dtype: jnp.dtype, ops: Ops, tp: TensorParallel = TensorParallel()) -> Model:
+def abstract_model(
+    config: ModelConfig, dtype: jnp.dtype, ops: Ops, tp: TensorParallel = TensorParallel()
+) -> Model:
     """The model with jax.ShapeDtypeStruct leaves of global shape. OptionError if `tp` does not divide it."""
     tp.check(config)
     return nnx.eval_shape(partial(Model, config, jnp.dtype(dtype), ops, tp))

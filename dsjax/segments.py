@@ -90,7 +90,9 @@ class Chain:
         names = [segment.name for segment in self.segments]
         return "+".join(names) if len(names) <= 4 else f"{names[0]}..{names[-1]}"
 
-    def run(self, weights: Sequence[Sequence[jax.Array]], layer: jax.Array | None, *values: Any, jit: bool = True) -> tuple:
+    def run(
+        self, weights: Sequence[Sequence[jax.Array]], layer: jax.Array | None, *values: Any, jit: bool = True
+    ) -> tuple:
         """weights: flat leaves per segment. values: in the order of `takes`. Returns values in the order of `gives`."""
         named = dict(zip(self.takes, values, strict=True))
         for segment, leaves, baked in zip(self.segments, weights, self.layers, strict=True):
@@ -102,7 +104,9 @@ class Chain:
 
     def sharded(self, mesh: Mesh) -> Any:
         """`run` as one shard_map over `mesh`, jitted, with everything both taken and given donated."""
-        weights = tuple(tuple(weight_partition(path) for path, _, _ in segment.weights) for segment in self.segments)
+        weights = tuple(
+            tuple(weight_partition(path) for path, _, _ in segment.weights) for segment in self.segments
+        )
         values = tuple(value_partition(name) for name in self.takes)
         results = tuple(value_partition(name) for name in self.gives)
         specs = (weights, REPLICATED, *values)
@@ -178,9 +182,11 @@ class Executor:
     def __init__(self, mesh: Mesh, weights: Mapping[str, Sequence[jax.Array]], state: dict[str, Any]):
         self.mesh, self.weights, self.state = mesh, weights, state
         self.dispatches = 0
-        self._layers: dict[int | None, jax.Array | None] = {None: None}
+        self._layers: dict[int, jax.Array] = {}
 
-    def bind(self, links: Sequence[Link], executables: Mapping[Chain, Any], results: Iterable[str]) -> Program:
+    def bind(
+        self, links: Sequence[Link], executables: Mapping[Chain, Any], results: Iterable[str]
+    ) -> Program:
         """The program of `links`, with `executables` for its chains."""
         steps = []
         for link in links:
@@ -205,6 +211,8 @@ class Executor:
 
     def _layer(self, layer: int | None) -> jax.Array | None:
         """The layer index as a device scalar, one per layer."""
+        if layer is None:
+            return None
         if layer not in self._layers:
             self._layers[layer] = jax.device_put(jnp.int32(layer), NamedSharding(self.mesh, REPLICATED))
         return self._layers[layer]

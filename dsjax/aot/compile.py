@@ -65,10 +65,14 @@ def compile_programs(
             key: {chain: pool.submit(one.compile, compiler_options=options) for chain, one in chains.items()}
             for key, chains in lowered.items()
         }
-        compiled = {key: {chain: f.result() for chain, f in chains.items()} for key, chains in futures.items()}
+        compiled = {
+            key: {chain: f.result() for chain, f in chains.items()} for key, chains in futures.items()
+        }
     number = sum(map(len, compiled.values()))
     report = CompileReport(number, middle - begin, time.perf_counter() - middle)
-    logger.info("%d executables: lowered in %.1f s, compiled in %.1f s", number, report.lower_s, report.compile_s)
+    logger.info(
+        "%d executables: lowered in %.1f s, compiled in %.1f s", number, report.lower_s, report.compile_s
+    )
     return compiled, report
 
 
@@ -90,9 +94,13 @@ def _lower(program: PlannedProgram, state: Mapping[str, Any], mesh: Mesh) -> dic
         if chain in lowered:
             continue
         layer = None if link.layer is None else _aval((), jnp.int32, mesh, REPLICATED)
-        traced = chain.sharded(mesh).trace(_weight_avals(chain, mesh), layer, *(named[name] for name in chain.takes))
+        traced = chain.sharded(mesh).trace(
+            _weight_avals(chain, mesh), layer, *(named[name] for name in chain.takes)
+        )
         lowered[chain] = traced.lower()
-        named |= {name: _placed(out, name, mesh) for name, out in zip(chain.gives, traced.out_info, strict=True)}
+        named |= {
+            name: _placed(out, name, mesh) for name, out in zip(chain.gives, traced.out_info, strict=True)
+        }
     return lowered
 
 

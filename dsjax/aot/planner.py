@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from dsjax.cache.kinds import PageKind
+from dsjax.engine.options import Buckets
 from dsjax.engine.sampler import Sample, SamplingState, SetRows
 from dsjax.engine.step_inputs import Collect, Prepare, SampleInputs, Trim
 from dsjax.engine.step_layout import StepShape, row_layout, step_layout
@@ -22,22 +23,13 @@ from dsjax.segments import Call, Link, Segment, cut
 
 
 class ProgramKey(NamedTuple):
-    """"decode", "mixed", "tail" or "set_rows", and the bucket."""
+    """ "decode", "mixed", "tail" or "set_rows", and the bucket."""
 
     kind: str
     bucket: int
 
     def __str__(self) -> str:
         return f"{self.kind}[{self.bucket}]"
-
-
-@dataclass(frozen=True)
-class Ladders:
-    """The buckets of a deployment: tokens of mixed bodies, rows of decode bodies, rows of tails."""
-
-    tokens: tuple[int, ...]
-    decode: tuple[int, ...]
-    tails: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -50,18 +42,24 @@ class PlannedProgram:
     arguments: dict[str, Any]
 
 
-def plan_programs(model: Model, ladders: Ladders, rows: int, granularity: str) -> list[PlannedProgram]:
+def plan_programs(model: Model, buckets: Buckets, rows: int, granularity: str) -> list[PlannedProgram]:
     """Every program of a deployment with `rows` = max_num_seqs, cut by `granularity`."""
     interned: dict[Segment, Segment] = {}
-    bodies = [("decode", bucket) for bucket in ladders.decode] + [("mixed", bucket) for bucket in ladders.tokens]
+    bodies = [("decode", bucket) for bucket in buckets.decode] + [
+        ("mixed", bucket) for bucket in buckets.tokens
+    ]
     planned = [_body(model, ProgramKey(*key), rows, granularity, interned) for key in bodies]
-    planned += [_tail(model, bucket, rows, granularity) for bucket in ladders.tails]
+    planned += [_tail(model, bucket, rows, granularity) for bucket in buckets.tails]
     return [*planned, _set_rows(rows, granularity)]
 
 
-def state_avals(kinds: Sequence[PageKind], pages: dict[str, int], rows: int, max_tokens: int) -> dict[str, Any]:
+def state_avals(
+    kinds: Sequence[PageKind], pages: dict[str, int], rows: int, max_tokens: int
+) -> dict[str, Any]:
     """Shapes of the device state: pools of `pages` per kind, page tables of `rows` rows of `max_tokens` tokens."""
-    pools = {pool.name: _aval(pool.shape(pages[kind.name]), pool.dtype) for kind in kinds for pool in kind.pools}
+    pools = {
+        pool.name: _aval(pool.shape(pages[kind.name]), pool.dtype) for kind in kinds for pool in kind.pools
+    }
     tables = {kind.name: _aval((rows, kind.pages_for(max_tokens))) for kind in kinds}
     sampling = SamplingState(*(_aval(shape, dtype) for shape, dtype in SamplingState.shapes(rows)))
     return {"pools": pools, "page_tables": tables, "sampling": sampling, "last_tokens": _aval((rows,))}
@@ -73,7 +71,8 @@ def _body(model: Model, key: ProgramKey, rows: int, granularity: str, interned: 
     calls.append(_call("embed", model.embed, interned, "embed"))
     for index, layer in enumerate(model.layers):
         calls += [
-            _call(name, getattr(layer, name), interned, f"layers.{index}.{name}", index) for name in layer.PIECES
+            _call(name, getattr(layer, name), interned, f"layers.{index}.{name}", index)
+            for name in layer.PIECES
         ]
     calls.append(_call("collect", Collect(), interned))
     results = ("page_tables", "pools", "samples", "hidden")
@@ -82,11 +81,17 @@ def _body(model: Model, key: ProgramKey, rows: int, granularity: str, interned: 
 
 
 def _tail(model: Model, bucket: int, rows: int, granularity: str) -> PlannedProgram:
-    calls = [_call("trim", Trim(bucket), {}), _call("head", model.head, {}, "head"), _call("sample", Sample(), {})]
+    calls = [
+        _call("trim", Trim(bucket), {}),
+        _call("head", model.head, {}, "head"),
+        _call("sample", Sample(), {}),
+    ]
     results = ("last_tokens", "tokens", "logits")
     hidden = _aval((rows, model.config.hidden_size), model.dtype)
     arguments = {"hidden": hidden, "samples": SampleInputs(*[_aval((rows,))] * 3)}
-    return PlannedProgram(ProgramKey("tail", bucket), tuple(cut(calls, granularity, results)), results, arguments)
+    return PlannedProgram(
+        ProgramKey("tail", bucket), tuple(cut(calls, granularity, results)), results, arguments
+    )
 
 
 def _set_rows(rows: int, granularity: str) -> PlannedProgram:

@@ -20,7 +20,6 @@ from dsjax.segments import weight_leaves
 from dsjax.sharding import weight_partition
 
 Weights = dict[str, tuple[jax.Array, ...]]  # flat leaves of each piece, by the piece's path in the model
-LOAD_FORMATS = ("auto", "dummy")
 
 
 def load_weights(model: Model, folder: Path, mesh: Mesh) -> Weights:
@@ -62,9 +61,18 @@ def check_tensors(config: ModelConfig, tensors: dict[str, np.ndarray], where: st
     missing = [name for name in expected if name not in tensors]
     unknown = [name for name in tensors if name not in expected and not is_ignored(config, name)]
     both = {name: shape for name, shape in expected.items() if name in tensors}
-    misshapen = [f"{n} {list(tensors[n].shape)} for {list(s)}" for n, s in both.items() if tensors[n].shape != s]
-    quantised = [f"{n} {tensors[n].dtype}" for n in both if tensors[n].dtype.name not in ("bfloat16", "float32")]
-    problems = {"missing": missing, "unknown": unknown, "of the wrong shape": misshapen, "not bf16 or f32": quantised}
+    misshapen = [
+        f"{n} {list(tensors[n].shape)} for {list(s)}" for n, s in both.items() if tensors[n].shape != s
+    ]
+    quantised = [
+        f"{n} {tensors[n].dtype}" for n in both if tensors[n].dtype.name not in ("bfloat16", "float32")
+    ]
+    problems = {
+        "missing": missing,
+        "unknown": unknown,
+        "of the wrong shape": misshapen,
+        "not bf16 or f32": quantised,
+    }
     found = [f"{len(names)} {what}: {listing(names)}" for what, names in problems.items() if names]
     if found:
         raise CheckpointError(f"The tensors in {where} do not fit its config.json. " + ". ".join(found) + ".")

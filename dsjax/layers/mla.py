@@ -81,7 +81,14 @@ class MLAAttention(nnx.Module):
         if inputs.prefill is None:
             return (decoded,)
         o = self.ops.mla_prefill(
-            q, self.w_uk[...], self.w_uv[...], pool, layer, tables, inputs.prefill, scale=self.mla.softmax_scale
+            q,
+            self.w_uk[...],
+            self.w_uv[...],
+            pool,
+            layer,
+            tables,
+            inputs.prefill,
+            scale=self.mla.softmax_scale,
         )
         is_decode = (decode.lengths > 0)[:, None, None]
         head = o[: decoded.shape[0]]

@@ -38,7 +38,12 @@ class Ops:
                 f"dsjax has no kernels for {', '.join(missing)} on {target}: their plain JAX references run, "
                 "which give the same results more slowly.",
             )
-        return cls(**{name: m.IMPLEMENTATIONS.get(target, m.IMPLEMENTATIONS["reference"]) for name, m in modules.items()})
+        return cls(
+            **{
+                name: m.IMPLEMENTATIONS.get(target, m.IMPLEMENTATIONS["reference"])
+                for name, m in modules.items()
+            }
+        )
 
 
 _MODULES: dict[str, ModuleType] = {

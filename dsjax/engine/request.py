@@ -1,0 +1,140 @@
+"""Requests and their sampling parameters. No JAX here: the server's HTTP process uses this module too."""
+
+import math
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from dsjax.errors import RequestError
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How to choose tokens.
+
+    `temperature` 0 is greedy. `top_k` 0 or -1 is off, `top_p` 1 is off. `max_tokens` None: as many as the context
+    holds. `seed` None: a random one. `ignore_eos`: go on past the end-of-text token. Raises RequestError on bad values.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    max_tokens: int | None = 16
+    seed: int | None = None
+    ignore_eos: bool = False
+
+    def __post_init__(self):
+        _check(
+            "temperature",
+            self.temperature,
+            float,
+            lambda v: 0 <= v < math.inf,
+            "a finite number of at least 0",
+        )
+        _check("top_p", self.top_p, float, lambda v: 0 < v <= 1, "a number above 0 and at most 1")
+        _check(
+            "top_k", self.top_k, int, lambda v: -1 <= v < 2**31, "an integer of at least -1 (0 and -1: off)"
+        )
+        if self.max_tokens is not None:
+            _check("max_tokens", self.max_tokens, int, lambda v: v >= 1, "an integer of at least 1")
+        if self.seed is not None:
+            _check("seed", self.seed, int, lambda v: -(2**63) <= v < 2**63, "a 64-bit integer")
+
+
+def _check(name: str, value: Any, kind: type, accepts, expected: str) -> None:
+    kinds = (int, float) if kind is float else (int,)
+    if isinstance(value, bool) or not isinstance(value, kinds) or not accepts(value):
+        raise RequestError(f"{name} is {value!r}, expected {expected}.", param=name)
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What an engine can serve: its vocabulary, its context in tokens, and the cache that one request may fill."""
+
+    vocab_size: int
+    max_model_len: int
+    cache_tokens: int
+
+    def check_prompt(self, prompt: Sequence[int]) -> None:
+        """Raise RequestError unless `prompt` is a non-empty list of known ids that leaves room for one more token."""
+        if not len(prompt):
+            raise RequestError("The prompt is empty; give at least one token.", param="prompt")
+        for place, token in enumerate(prompt):
+            if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < self.vocab_size:
+                raise RequestError(
+                    f"Token {token!r} at place {place} of the prompt is outside the vocabulary 0..{self.vocab_size - 1}.",
+                    param="prompt",
+                )
+        if len(prompt) >= self.max_model_len:
+            raise RequestError(
+                f"The prompt has {len(prompt)} tokens and leaves no room for an answer: this model's context is "
+                f"{self.max_model_len} tokens. Shorten the prompt.",
+                param="prompt",
+            )
+
+    def resolve_max_tokens(self, prompt_tokens: int, max_tokens: int | None) -> int:
+        """How many tokens a request may produce. Raises RequestError if it asks for more than can ever fit."""
+        room = min(self.max_model_len, self.cache_tokens) - prompt_tokens
+        if room < 1:
+            raise RequestError(
+                f"The prompt has {prompt_tokens} tokens, but the cache holds {self.cache_tokens}. Shorten the prompt or "
+                "start the engine with a larger cache.",
+                param="prompt",
+            )
+        if max_tokens is not None and max_tokens > room:
+            raise RequestError(
+                f"max_tokens is {max_tokens}, but after the prompt of {prompt_tokens} tokens only {room} fit (context "
+                f"{self.max_model_len}, cache {self.cache_tokens} tokens). Ask for at most {room}, or leave it out.",
+                param="max_tokens",
+            )
+        return room if max_tokens is None else max_tokens
+
+
+@dataclass(eq=False)
+class Request:
+    """One request on its way through the engine.
+
+    `computed`: leading tokens whose cache entries are written or on their way. `in_flight`: sampled tokens that the
+    host has not read yet. `row` and `pages` (per page kind) are held while running; `reserved` pages are still to come.
+    """
+
+    id: str
+    prompt: list[int]
+    params: SamplingParams
+    max_tokens: int
+    seed: int
+    outputs: list[int] = field(default_factory=list)
+    computed: int = 0
+    in_flight: int = 0
+    row: int | None = None
+    pages: dict[str, list[int]] = field(default_factory=dict)
+    reserved: dict[str, int] = field(default_factory=dict)
+    finish_reason: str | None = None
+
+    @classmethod
+    def create(cls, id: str, prompt: Sequence[int], params: SamplingParams, limits: Limits) -> "Request":
+        """A request checked against `limits`. Raises RequestError if it can never be served."""
+        limits.check_prompt(prompt)
+        seed = secrets.randbits(63) if params.seed is None else params.seed
+        return cls(id, list(prompt), params, limits.resolve_max_tokens(len(prompt), params.max_tokens), seed)
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and output tokens, those in flight included."""
+        return len(self.prompt) + len(self.outputs) + self.in_flight
+
+    @property
+    def remaining(self) -> int:
+        """Tokens still to be computed; 0 once all that may be sampled is in flight."""
+        exhausted = len(self.outputs) + self.in_flight >= self.max_tokens
+        return 0 if exhausted else self.num_tokens - self.computed
+
+    def tokens(self, start: int, length: int, unknown: int) -> list[int]:
+        """The ids of tokens start..start+length-1, with `unknown` for those that are still in flight."""
+        known = len(self.prompt) + len(self.outputs)
+        ids = [self._token(place) for place in range(start, min(start + length, known))]
+        return ids + [unknown] * (length - len(ids))
+
+    def _token(self, place: int) -> int:
+        return self.prompt[place] if place < len(self.prompt) else self.outputs[place - len(self.prompt)]

@@ -1,0 +1,1 @@
+"""The dsjax server: command line, HTTP API, and the process that runs the engine."""
