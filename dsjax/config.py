@@ -158,9 +158,7 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise ConfigError(
-            f"{path} does not exist: a model folder needs it beside its *.safetensors files."
-        ) from None
+        raise ConfigError(f"{path} does not exist: a model folder needs it beside its *.safetensors files.") from None
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path} is not readable JSON: {error}") from None
     if not isinstance(value, dict):
@@ -180,9 +178,7 @@ class _Reader:
         num_layers = self._positive("num_hidden_layers")
         num_dense = self._int("first_k_dense_replace", default=0)
         if not 0 <= num_dense <= num_layers:
-            self._fail(
-                "first_k_dense_replace", f"is {num_dense}, outside 0..num_hidden_layers ({num_layers})"
-            )
+            self._fail("first_k_dense_replace", f"is {num_dense}, outside 0..num_hidden_layers ({num_layers})")
         return ModelConfig(
             architecture=architecture,
             vocab_size=self._positive("vocab_size"),
@@ -204,9 +200,7 @@ class _Reader:
             self._fail("architectures", "is missing; expected a list such as ['DeepseekV3ForCausalLM']")
         name = names[0]
         if name in RECOGNISED:
-            self._fail(
-                "architectures", f"names {name}: {RECOGNISED[name]} is not supported by this version of dsjax"
-            )
+            self._fail("architectures", f"names {name}: {RECOGNISED[name]} is not supported by this version of dsjax")
         if name not in SUPPORTED:
             known = ", ".join(f"{arch} ({models})" for arch, models in SUPPORTED.items())
             self._fail("architectures", f"names {name!r}, which dsjax does not know; it runs {known}")
@@ -227,9 +221,7 @@ class _Reader:
         if quantization is not None:
             method, block = quantization.get("quant_method"), quantization.get("weight_block_size")
             if method != "fp8" or block != [128, 128]:
-                self._fail(
-                    "quantization_config", f"is {method!r} with blocks {block}; expected fp8 with [128, 128]"
-                )
+                self._fail("quantization_config", f"is {method!r} with blocks {block}; expected fp8 with [128, 128]")
 
     def _attention(self) -> MLAConfig:
         heads = self._positive("num_attention_heads")
@@ -274,9 +266,7 @@ class _Reader:
             value = scaling.get(key)
             if value is None and key in keys:
                 self._fail(f"{name}.{key}", "is missing, but rope type yarn needs it")
-            if value is not None and (
-                isinstance(value, bool) or not isinstance(value, int | float) or value < 0
-            ):
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or value < 0):
                 self._fail(f"{name}.{key}", f"is {value!r}, expected a number of at least 0")
             if value is not None:
                 values[attribute] = value
@@ -318,9 +308,7 @@ class _Reader:
             self._fail("n_group", f"is {groups}, which leaves fewer than two of {experts} experts in a group")
         reachable = experts // groups * kept
         if router.experts_per_token > reachable:
-            self._fail(
-                "num_experts_per_tok", f"is {router.experts_per_token}, but only {reachable} can be chosen"
-            )
+            self._fail("num_experts_per_tok", f"is {router.experts_per_token}, but only {reachable} can be chosen")
 
     def _eos(self) -> tuple[int, ...]:
         value = self.fields.get("eos_token_id")

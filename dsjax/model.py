@@ -6,6 +6,7 @@ handed to the compiled segments as arguments.
 
 from collections.abc import Iterator
 from functools import partial
+from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
@@ -17,7 +18,7 @@ from dsjax.layers.mla import LATENT, ROPE, AttentionOutput, MLAAttention, MLAInp
 from dsjax.layers.mlp import DenseFFN
 from dsjax.layers.moe import MoE
 from dsjax.pallas_kernels import Ops
-from dsjax.sharding import TensorParallel
+from dsjax.sharding import ONE_DEVICE, TensorParallel
 
 
 class DecoderLayer(nnx.Module):
@@ -70,9 +71,7 @@ class Model(nnx.Module):
         yield "head", self.head
 
 
-def abstract_model(
-    config: ModelConfig, dtype: jnp.dtype, ops: Ops, tp: TensorParallel = TensorParallel()
-) -> Model:
+def abstract_model(config: ModelConfig, dtype: Any, ops: Ops, tp: TensorParallel = ONE_DEVICE) -> Model:
     """The model with jax.ShapeDtypeStruct leaves of global shape. OptionError if `tp` does not divide it."""
     tp.check(config)
     return nnx.eval_shape(partial(Model, config, jnp.dtype(dtype), ops, tp))

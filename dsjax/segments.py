@@ -104,9 +104,7 @@ class Chain:
 
     def sharded(self, mesh: Mesh) -> Any:
         """`run` as one shard_map over `mesh`, jitted, with everything both taken and given donated."""
-        weights = tuple(
-            tuple(weight_partition(path) for path, _, _ in segment.weights) for segment in self.segments
-        )
+        weights = tuple(tuple(weight_partition(path) for path, _, _ in segment.weights) for segment in self.segments)
         values = tuple(value_partition(name) for name in self.takes)
         results = tuple(value_partition(name) for name in self.gives)
         specs = (weights, REPLICATED, *values)
@@ -184,9 +182,7 @@ class Executor:
         self.dispatches = 0
         self._layers: dict[int, jax.Array] = {}
 
-    def bind(
-        self, links: Sequence[Link], executables: Mapping[Chain, Any], results: Iterable[str]
-    ) -> Program:
+    def bind(self, links: Sequence[Link], executables: Mapping[Chain, Any], results: Iterable[str]) -> Program:
         """The program of `links`, with `executables` for its chains."""
         steps = []
         for link in links:

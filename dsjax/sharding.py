@@ -63,18 +63,17 @@ class TensorParallel:
         }
         wrong = [f"{name} ({size})" for name, size in sizes.items() if size % self.size]
         if wrong:
-            raise OptionError(
-                f"tp={self.size} does not divide {', '.join(wrong)} of this model; choose another tp."
-            )
+            raise OptionError(f"tp={self.size} does not divide {', '.join(wrong)} of this model; choose another tp.")
+
+
+ONE_DEVICE = TensorParallel()
 
 
 def make_mesh(tp: int, devices: list[jax.Device] | None = None) -> Mesh:
     """A mesh of the first `tp` devices. Raises OptionError if there are fewer."""
     devices = jax.devices() if devices is None else devices
     if not 1 <= tp <= len(devices):
-        raise OptionError(
-            f"tp={tp} needs {tp} devices, but {len(devices)} of kind {devices[0].platform} are visible."
-        )
+        raise OptionError(f"tp={tp} needs {tp} devices, but {len(devices)} of kind {devices[0].platform} are visible.")
     return jax.make_mesh((tp,), (TP,), devices=devices[:tp], axis_types=(AxisType.Auto,))
 
 

@@ -91,9 +91,7 @@ class Tokenizer:
                 messages=list(messages), add_generation_prompt=add_generation_prompt, **self._tokens
             )
         except (jinja2.TemplateError, TypeError, ValueError, AttributeError, KeyError) as error:
-            raise RequestError(
-                f"The chat template refused these messages: {error}", param="messages"
-            ) from None
+            raise RequestError(f"The chat template refused these messages: {error}", param="messages") from None
 
 
 def _environment() -> jinja2.Environment:

@@ -5,6 +5,7 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -52,12 +53,18 @@ class CompileReport:
     compile_s: float
 
 
+def dot_precision(dtype: Any) -> AbstractContextManager:
+    """Float32 models multiply in full float32: GPUs would otherwise round products to TF32."""
+    return jax.default_matmul_precision("highest" if dtype == jnp.float32 else None)
+
+
 def compile_programs(
-    planned: Sequence[PlannedProgram], state: Mapping[str, Any], mesh: Mesh
+    planned: Sequence[PlannedProgram], state: Mapping[str, Any], mesh: Mesh, dtype: Any
 ) -> tuple[Executables, CompileReport]:
-    """Compile each distinct chain of each program for `mesh`, given the abstract `state`."""
+    """Compile each distinct chain of each program for `mesh`, given the abstract `state` and the model's `dtype`."""
     begin = time.perf_counter()
-    lowered = {program.key: _lower(program, state, mesh) for program in planned}
+    with dot_precision(dtype):
+        lowered = {program.key: _lower(program, state, mesh) for program in planned}
     middle = time.perf_counter()
     options = compiler_options("cuda" if mesh.devices.flat[0].platform == "gpu" else "cpu")
     with ThreadPoolExecutor(os.cpu_count()) as pool:
@@ -65,22 +72,22 @@ def compile_programs(
             key: {chain: pool.submit(one.compile, compiler_options=options) for chain, one in chains.items()}
             for key, chains in lowered.items()
         }
-        compiled = {
-            key: {chain: f.result() for chain, f in chains.items()} for key, chains in futures.items()
-        }
+        compiled = {key: {chain: f.result() for chain, f in chains.items()} for key, chains in futures.items()}
     number = sum(map(len, compiled.values()))
     report = CompileReport(number, middle - begin, time.perf_counter() - middle)
-    logger.info(
-        "%d executables: lowered in %.1f s, compiled in %.1f s", number, report.lower_s, report.compile_s
-    )
+    logger.info("%d executables: lowered in %.1f s, compiled in %.1f s", number, report.lower_s, report.compile_s)
     return compiled, report
 
 
-def eager_programs(planned: Sequence[PlannedProgram]) -> Executables:
+def eager_programs(planned: Sequence[PlannedProgram], dtype: Any) -> Executables:
     """Programs that run op by op, nothing compiled as a whole: for comparison, on one device only."""
 
     def op_by_op(chain: Chain):
-        return lambda weights, layer, *values: chain.run(weights, layer, *values, jit=False)
+        def run(weights, layer, *values):
+            with dot_precision(dtype):
+                return chain.run(weights, layer, *values, jit=False)
+
+        return run
 
     return {p.key: {link.chain: op_by_op(link.chain) for link in p.links} for p in planned}
 
@@ -94,13 +101,9 @@ def _lower(program: PlannedProgram, state: Mapping[str, Any], mesh: Mesh) -> dic
         if chain in lowered:
             continue
         layer = None if link.layer is None else _aval((), jnp.int32, mesh, REPLICATED)
-        traced = chain.sharded(mesh).trace(
-            _weight_avals(chain, mesh), layer, *(named[name] for name in chain.takes)
-        )
+        traced = chain.sharded(mesh).trace(_weight_avals(chain, mesh), layer, *(named[name] for name in chain.takes))
         lowered[chain] = traced.lower()
-        named |= {
-            name: _placed(out, name, mesh) for name, out in zip(chain.gives, traced.out_info, strict=True)
-        }
+        named |= {name: _placed(out, name, mesh) for name, out in zip(chain.gives, traced.out_info, strict=True)}
     return lowered
 
 

@@ -45,21 +45,15 @@ class PlannedProgram:
 def plan_programs(model: Model, buckets: Buckets, rows: int, granularity: str) -> list[PlannedProgram]:
     """Every program of a deployment with `rows` = max_num_seqs, cut by `granularity`."""
     interned: dict[Segment, Segment] = {}
-    bodies = [("decode", bucket) for bucket in buckets.decode] + [
-        ("mixed", bucket) for bucket in buckets.tokens
-    ]
+    bodies = [("decode", bucket) for bucket in buckets.decode] + [("mixed", bucket) for bucket in buckets.tokens]
     planned = [_body(model, ProgramKey(*key), rows, granularity, interned) for key in bodies]
     planned += [_tail(model, bucket, rows, granularity) for bucket in buckets.tails]
     return [*planned, _set_rows(rows, granularity)]
 
 
-def state_avals(
-    kinds: Sequence[PageKind], pages: dict[str, int], rows: int, max_tokens: int
-) -> dict[str, Any]:
+def state_avals(kinds: Sequence[PageKind], pages: dict[str, int], rows: int, max_tokens: int) -> dict[str, Any]:
     """Shapes of the device state: pools of `pages` per kind, page tables of `rows` rows of `max_tokens` tokens."""
-    pools = {
-        pool.name: _aval(pool.shape(pages[kind.name]), pool.dtype) for kind in kinds for pool in kind.pools
-    }
+    pools = {pool.name: _aval(pool.shape(pages[kind.name]), pool.dtype) for kind in kinds for pool in kind.pools}
     tables = {kind.name: _aval((rows, kind.pages_for(max_tokens))) for kind in kinds}
     sampling = SamplingState(*(_aval(shape, dtype) for shape, dtype in SamplingState.shapes(rows)))
     return {"pools": pools, "page_tables": tables, "sampling": sampling, "last_tokens": _aval((rows,))}
@@ -70,10 +64,7 @@ def _body(model: Model, key: ProgramKey, rows: int, granularity: str, interned: 
     calls = [_call("prepare", Prepare(shape, model.page_kinds, model.ropes), interned)]
     calls.append(_call("embed", model.embed, interned, "embed"))
     for index, layer in enumerate(model.layers):
-        calls += [
-            _call(name, getattr(layer, name), interned, f"layers.{index}.{name}", index)
-            for name in layer.PIECES
-        ]
+        calls += [_call(name, getattr(layer, name), interned, f"layers.{index}.{name}", index) for name in layer.PIECES]
     calls.append(_call("collect", Collect(), interned))
     results = ("page_tables", "pools", "samples", "hidden")
     packed = _aval((step_layout(shape, model.page_kinds).size,))
@@ -89,9 +80,7 @@ def _tail(model: Model, bucket: int, rows: int, granularity: str) -> PlannedProg
     results = ("last_tokens", "tokens", "logits")
     hidden = _aval((rows, model.config.hidden_size), model.dtype)
     arguments = {"hidden": hidden, "samples": SampleInputs(*[_aval((rows,))] * 3)}
-    return PlannedProgram(
-        ProgramKey("tail", bucket), tuple(cut(calls, granularity, results)), results, arguments
-    )
+    return PlannedProgram(ProgramKey("tail", bucket), tuple(cut(calls, granularity, results)), results, arguments)
 
 
 def _set_rows(rows: int, granularity: str) -> PlannedProgram:

@@ -61,12 +61,8 @@ def check_tensors(config: ModelConfig, tensors: dict[str, np.ndarray], where: st
     missing = [name for name in expected if name not in tensors]
     unknown = [name for name in tensors if name not in expected and not is_ignored(config, name)]
     both = {name: shape for name, shape in expected.items() if name in tensors}
-    misshapen = [
-        f"{n} {list(tensors[n].shape)} for {list(s)}" for n, s in both.items() if tensors[n].shape != s
-    ]
-    quantised = [
-        f"{n} {tensors[n].dtype}" for n in both if tensors[n].dtype.name not in ("bfloat16", "float32")
-    ]
+    misshapen = [f"{n} {list(tensors[n].shape)} for {list(s)}" for n, s in both.items() if tensors[n].shape != s]
+    quantised = [f"{n} {tensors[n].dtype}" for n in both if tensors[n].dtype.name not in ("bfloat16", "float32")]
     problems = {
         "missing": missing,
         "unknown": unknown,

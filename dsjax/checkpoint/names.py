@@ -75,9 +75,7 @@ def _attention(config: ModelConfig, prefix: str) -> dict[str, Source]:
         "attn_in.kv_a_norm.weight": Source(((f"{prefix}kv_a_layernorm.weight", (mla.kv_lora_rank,)),)),
         "attention.w_uk": Source((kv_b,), partial(_head_rows, mla, keys)),
         "attention.w_uv": Source((kv_b,), partial(_head_rows, mla, values)),
-        "attn_out.o_proj.weight": Source(
-            ((f"{prefix}o_proj.weight", (hidden, mla.num_heads * mla.v_head_dim)),)
-        ),
+        "attn_out.o_proj.weight": Source(((f"{prefix}o_proj.weight", (hidden, mla.num_heads * mla.v_head_dim)),)),
     }
 
 
@@ -86,18 +84,14 @@ def _queries(config: ModelConfig, prefix: str, kv_a: tuple[str, Shape]) -> dict[
     rows = mla.num_heads * mla.qk_head_dim
     if rank is None:
         return {
-            "attn_in.q_proj.weight": Source(
-                ((f"{prefix}q_proj.weight", (rows, hidden)),), partial(_query_rows, mla)
-            ),
+            "attn_in.q_proj.weight": Source(((f"{prefix}q_proj.weight", (rows, hidden)),), partial(_query_rows, mla)),
             "attn_in.kv_a.weight": Source((kv_a,), partial(_latent_rows, mla)),
         }
     q_a = (f"{prefix}q_a_proj.weight", (rank, hidden))
     return {
         "attn_in.qkv_a.weight": Source((q_a, kv_a), partial(_joined_latent_rows, mla)),
         "attn_in.q_a_norm.weight": Source(((f"{prefix}q_a_layernorm.weight", (rank,)),)),
-        "attn_in.q_b.weight": Source(
-            ((f"{prefix}q_b_proj.weight", (rows, rank)),), partial(_query_rows, mla)
-        ),
+        "attn_in.q_b.weight": Source(((f"{prefix}q_b_proj.weight", (rows, rank)),), partial(_query_rows, mla)),
     }
 
 

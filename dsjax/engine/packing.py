@@ -10,9 +10,7 @@ from dsjax.engine.scheduler import Step
 from dsjax.engine.step_layout import LAST_TOKEN, StepShape, row_layout, step_layout
 
 
-def pack_step(
-    step: Step, shape: StepShape, kinds: Sequence[PageKind], collect_all: bool = False
-) -> np.ndarray:
+def pack_step(step: Step, shape: StepShape, kinds: Sequence[PageKind], collect_all: bool = False) -> np.ndarray:
     """The step's fields (see step_layout) as one int32 array.
 
     With `collect_all` the tail sees every token of the step, not only the last ones of its rows.

@@ -33,9 +33,7 @@ class SamplingParams:
             "a finite number of at least 0",
         )
         _check("top_p", self.top_p, float, lambda v: 0 < v <= 1, "a number above 0 and at most 1")
-        _check(
-            "top_k", self.top_k, int, lambda v: -1 <= v < 2**31, "an integer of at least -1 (0 and -1: off)"
-        )
+        _check("top_k", self.top_k, int, lambda v: -1 <= v < 2**31, "an integer of at least -1 (0 and -1: off)")
         if self.max_tokens is not None:
             _check("max_tokens", self.max_tokens, int, lambda v: v >= 1, "an integer of at least 1")
         if self.seed is not None:

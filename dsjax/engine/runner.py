@@ -4,7 +4,6 @@ import logging
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,14 +13,13 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from dsjax.aot.compile import (
-    CompileReport,
     compile_programs,
     count_compiles,
     eager_programs,
     keep_executables,
 )
 from dsjax.aot.ladders import pick
-from dsjax.aot.planner import PlannedProgram, ProgramKey, plan_programs, state_avals
+from dsjax.aot.planner import ProgramKey, plan_programs, state_avals
 from dsjax.cache.kinds import PageKind
 from dsjax.checkpoint.load import Weights, load_weights, random_weights
 from dsjax.config import ModelConfig
@@ -96,9 +94,7 @@ class Runner:
     def dispatch(self, step: Step, collect_all: bool = False) -> StepResult:
         """Enqueue `step`; returns at once. With `collect_all` the result covers every token of the step."""
         if step.admitted:
-            self.executor.run(
-                self.programs[ProgramKey("set_rows", self.rows)], {"packed": self._admission(step)}
-            )
+            self.executor.run(self.programs[ProgramKey("set_rows", self.rows)], {"packed": self._admission(step)})
         key = self._body(step)
         shape = StepShape(key.bucket, self.rows, has_prefill=not step.is_decode)
         packed = pack_step(step, shape, self.kinds, collect_all)
@@ -140,15 +136,13 @@ class Runner:
     def _compile(self, weights: Weights, options: EngineOptions):
         state = state_avals(self.kinds, self.pages, self.rows, self.max_model_len)
         op_by_op = self.granularity == "off"
-        planned = plan_programs(
-            self.model, self.buckets, self.rows, "piece" if op_by_op else self.granularity
-        )
+        planned = plan_programs(self.model, self.buckets, self.rows, "piece" if op_by_op else self.granularity)
         report = None
         if op_by_op:
-            executables = eager_programs(planned)
+            executables = eager_programs(planned, self.model.dtype)
         else:
             keep_executables(resolve_cache_dir(options) / "executables")
-            executables, report = compile_programs(planned, state, self.mesh)
+            executables, report = compile_programs(planned, state, self.mesh, self.model.dtype)
         executor = Executor(self.mesh, weights, _zeros(state, self.mesh))
         programs = {p.key: executor.bind(p.links, executables[p.key], p.results) for p in planned}
         return executor, programs, report
@@ -156,20 +150,14 @@ class Runner:
 
 def _model(config: ModelConfig, options: EngineOptions, on_gpu: bool) -> Model:
     dtype = options.dtype if options.dtype != "auto" else "bfloat16" if on_gpu else "float32"
-    return abstract_model(
-        config, dtype, Ops.for_target("gpu" if on_gpu else "cpu"), TensorParallel(options.tp)
-    )
+    return abstract_model(config, dtype, Ops.for_target("gpu" if on_gpu else "cpu"), TensorParallel(options.tp))
 
 
 def _weights(model: Model, folder: Path, options: EngineOptions, mesh: Mesh) -> Weights:
-    return (
-        random_weights(model, mesh) if options.load_format == "dummy" else load_weights(model, folder, mesh)
-    )
+    return random_weights(model, mesh) if options.load_format == "dummy" else load_weights(model, folder, mesh)
 
 
-def _cache_pages(
-    kinds: Sequence[PageKind], options: EngineOptions, wanted_tokens: int, mesh: Mesh
-) -> dict[str, int]:
+def _cache_pages(kinds: Sequence[PageKind], options: EngineOptions, wanted_tokens: int, mesh: Mesh) -> dict[str, int]:
     """Pages per kind: for kv_tokens, else for `wanted_tokens` as far as memory allows."""
     if options.kv_tokens is not None:
         tokens = options.kv_tokens
@@ -199,7 +187,5 @@ def _zeros(state: dict[str, Any], mesh: Mesh) -> dict[str, Any]:
         name: jax.tree.map(lambda _, name=name: NamedSharding(mesh, value_partition(name)), value)
         for name, value in state.items()
     }
-    make = jax.jit(
-        lambda: jax.tree.map(lambda aval: jnp.zeros(aval.shape, aval.dtype), state), out_shardings=placed
-    )
+    make = jax.jit(lambda: jax.tree.map(lambda aval: jnp.zeros(aval.shape, aval.dtype), state), out_shardings=placed)
     return make()

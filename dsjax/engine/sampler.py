@@ -62,9 +62,7 @@ class Sample(nnx.Module):
 
     gives = ("last_tokens", "tokens")
 
-    def __call__(
-        self, logits: jax.Array, samples: SampleInputs, sampling: SamplingState, last_tokens: jax.Array
-    ):
+    def __call__(self, logits: jax.Array, samples: SampleInputs, sampling: SamplingState, last_tokens: jax.Array):
         count = logits.shape[0]
         rows, positions = samples.rows[:count], samples.positions[:count]
         own = jax.tree.map(lambda values: values[jnp.minimum(rows, values.shape[0] - 1)], sampling)

@@ -53,16 +53,13 @@ class Prepare(nnx.Module):
 
     gives = ("page_tables", "inputs", "samples")
 
-    def __init__(
-        self, shape: StepShape, kinds: tuple[PageKind, ...], ropes: tuple[tuple[str, RopeConfig], ...]
-    ):
+    def __init__(self, shape: StepShape, kinds: tuple[PageKind, ...], ropes: tuple[tuple[str, RopeConfig], ...]):
         self.shape, self.kinds, self.ropes = shape, kinds, ropes
 
     def __call__(self, packed: jax.Array, page_tables: dict, last_tokens: jax.Array):
         fields = step_layout(self.shape, self.kinds).unpack(packed)
         tables = {
-            kind.name: _add_pages(page_tables[kind.name], fields[f"new_pages.{kind.name}"])
-            for kind in self.kinds
+            kind.name: _add_pages(page_tables[kind.name], fields[f"new_pages.{kind.name}"]) for kind in self.kinds
         }
         positions, valid = fields["token_positions"], fields["token_rows"] >= 0
         rows = jnp.maximum(fields["token_rows"], 0)
@@ -95,9 +92,7 @@ def _add_pages(table: jax.Array, new_pages: jax.Array) -> jax.Array:
     return table.at[jnp.where(row < 0, table.shape[0], row), place].set(page, mode="drop")
 
 
-def _slots(
-    kind: PageKind, table: jax.Array, rows: jax.Array, positions: jax.Array, valid: jax.Array
-) -> jax.Array:
+def _slots(kind: PageKind, table: jax.Array, rows: jax.Array, positions: jax.Array, valid: jax.Array) -> jax.Array:
     pages = table[rows, positions // kind.page_tokens]
     return jnp.where(valid, pages * kind.page_tokens + positions % kind.page_tokens, NO_SLOT)
 

@@ -76,9 +76,7 @@ def step_layout(shape: StepShape, kinds: tuple[PageKind, ...]) -> Layout:
     ]
     if shape.has_prefill:
         fields.append(("chunks", (rows, 4)))
-    fields += [
-        (f"new_pages.{kind.name}", (tokens // kind.page_tokens + shape.decode_tokens, 3)) for kind in kinds
-    ]
+    fields += [(f"new_pages.{kind.name}", (tokens // kind.page_tokens + shape.decode_tokens, 3)) for kind in kinds]
     return Layout(tuple(fields))
 
 

@@ -39,10 +39,7 @@ class Ops:
                 "which give the same results more slowly.",
             )
         return cls(
-            **{
-                name: m.IMPLEMENTATIONS.get(target, m.IMPLEMENTATIONS["reference"])
-                for name, m in modules.items()
-            }
+            **{name: m.IMPLEMENTATIONS.get(target, m.IMPLEMENTATIONS["reference"]) for name, m in modules.items()}
         )
 
 

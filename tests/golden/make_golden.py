@@ -190,9 +190,7 @@ def routers(model):
 
 def router_biases(model):
     """The e_score_correction_bias buffers, in order; none for V2."""
-    return [
-        gate.e_score_correction_bias for gate in routers(model) if hasattr(gate, "e_score_correction_bias")
-    ]
+    return [gate.e_score_correction_bias for gate in routers(model) if hasattr(gate, "e_score_correction_bias")]
 
 
 @torch.no_grad()

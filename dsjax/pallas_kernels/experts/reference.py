@@ -24,9 +24,7 @@ class _Tiles(NamedTuple):
 
 
 @jax.jit
-def experts(
-    x: jax.Array, gate_up: jax.Array, down: jax.Array, ids: jax.Array, weights: jax.Array
-) -> jax.Array:
+def experts(x: jax.Array, gate_up: jax.Array, down: jax.Array, ids: jax.Array, weights: jax.Array) -> jax.Array:
     """y_t = sum_k weights[t, k] * down_e(silu(gate_e(x_t)) * up_e(x_t)) with e = ids[t, k].
 
     Args:
@@ -49,9 +47,7 @@ def experts(
         used = begin + jnp.arange(tile) < tiles.first_pair[expert + 1]
         rows = x[pairs // chosen]
         both = rows @ gate_up[expert].reshape(2 * width, hidden).T
-        out = jnp.dot(
-            swiglu(both[:, :width], both[:, width:]), down[expert].T, preferred_element_type=jnp.float32
-        )
+        out = jnp.dot(swiglu(both[:, :width], both[:, width:]), down[expert].T, preferred_element_type=jnp.float32)
         out = out * pair_weights[pairs][:, None]
         return y.at[jnp.where(used, pairs // chosen, tokens)].add(out, mode="drop")
 
@@ -68,7 +64,6 @@ def _make_tiles(ids: jax.Array, num_experts: int, tile: int) -> _Tiles:
     order = jnp.argsort(jnp.where(ids < 0, num_experts, ids), stable=True)
     counts = jnp.bincount(jnp.where(ids < 0, num_experts, ids), length=num_experts + 1)[:num_experts]
     starts = [
-        jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(n, dtype=jnp.int32)])
-        for n in (-(-counts // tile), counts)
+        jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(n, dtype=jnp.int32)]) for n in (-(-counts // tile), counts)
     ]
     return _Tiles(jnp.pad(order, (0, tile)), *starts)

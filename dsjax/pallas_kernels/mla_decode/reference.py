@@ -48,9 +48,7 @@ def mla_decode(
 
         def weigh_values(weights):
             values = keys[..., :rank]
-            return jnp.einsum(
-                "thk,tkc->thc", weights.astype(q.dtype), values, preferred_element_type=jnp.float32
-            )
+            return jnp.einsum("thk,tkc->thc", weights.astype(q.dtype), values, preferred_element_type=jnp.float32)
 
         return state.add(scores, visible[:, None, :], weigh_values)
 

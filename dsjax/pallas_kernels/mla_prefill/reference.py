@@ -106,9 +106,7 @@ def _attend(queries, place: _Tile, w_uk, w_uv, pool, layer, table, scale) -> jax
         keys = jnp.einsum("kc,hnc->khn", latents[:, :rank], w_uk)
         values = jnp.einsum("kc,hvc->khv", latents[:, :rank], w_uv)
         scores = jnp.einsum("qhn,khn->qhk", queries[..., :nope], keys, preferred_element_type=jnp.float32)
-        scores += jnp.einsum(
-            "qhr,kr->qhk", queries[..., nope:], latents[:, rank:], preferred_element_type=jnp.float32
-        )
+        scores += jnp.einsum("qhr,kr->qhk", queries[..., nope:], latents[:, rank:], preferred_element_type=jnp.float32)
 
         def weigh_values(weights):
             weights = weights.astype(values.dtype)
