@@ -1,24 +1,31 @@
 """Shared fixtures. Tests run on four virtual CPU devices, unless `pytest -m gpu` asks for a GPU."""
 
 import os
-
-os.environ.setdefault("JAX_PLATFORMS", "cpu")
-os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=4"
-
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
-from dsjax import LLM
+if TYPE_CHECKING:
+    from dsjax import LLM
 
 GOLDEN = Path(__file__).parent / "golden"
 SMALL = {"dtype": "float32", "max_num_seqs": 8, "token_buckets": [16, 64], "max_model_len": 512, "kv_tokens": 2048}
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Choose the platform before anything imports JAX."""
+    if config.getoption("markexpr") != "gpu":
+        os.environ["JAX_PLATFORMS"] = "cpu"
+        os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=4"
+
+
 @pytest.fixture(scope="session")
-def make_llm() -> Iterator[Callable[..., LLM]]:
+def make_llm() -> Iterator[Callable[..., "LLM"]]:
     """make_llm(case, **options): an LLM on a golden checkpoint, small buckets, one per distinct set of options."""
+    from dsjax import LLM
+
     made: dict[tuple, LLM] = {}
 
     def make(case: str = "v3", **options) -> LLM:

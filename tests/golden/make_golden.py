@@ -19,7 +19,8 @@ with eager attention from weights that bfloat16 holds exactly. Its folder has:
 ``golden.npz``
     tokens int32 [150], logits float32 [150, 256] for every position, and for
     i = 0, 1, 2 prompt_i int32 [5 | 37 | 100] with greedy_i int32 [64], its
-    greedy continuation (eos does not stop it).
+    greedy continuation (eos does not stop it). bf16_error float32: relative error
+    (Frobenius norm) of the same logits when transformers runs in bfloat16.
 """
 
 import copy
@@ -359,17 +360,28 @@ def save_checkpoint(model, case, folder):
         path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 
-def check_checkpoint(folder, arrays):
-    """Load the saved folder as a user would; its logits must be the golden ones."""
+def reloaded_logits(folder, tokens, dtype):
+    """Logits of the saved folder, loaded as a user would, in ``dtype``."""
     model = transformers.AutoModelForCausalLM.from_pretrained(
         folder,
-        dtype=torch.float32,
+        dtype=dtype,
         attn_implementation="eager",
         experts_implementation="eager",
     )
-    logits = full_logits(model, arrays["tokens"]).numpy()
+    return full_logits(model, tokens).float().numpy()
+
+
+def check_checkpoint(folder, arrays):
+    """The saved folder must give the golden logits."""
+    logits = reloaded_logits(folder, arrays["tokens"], torch.float32)
     if not np.array_equal(logits, arrays["logits"]):
         raise AssertionError(f"{folder}: the saved checkpoint gives other logits")
+
+
+def bf16_error(folder, arrays):
+    """Relative error (Frobenius norm) of transformers' own bfloat16 run."""
+    logits = reloaded_logits(folder, arrays["tokens"], torch.bfloat16)
+    return np.float32(np.linalg.norm(logits - arrays["logits"]) / np.linalg.norm(arrays["logits"]))
 
 
 # ---- what a mistake would change ----------------------------------------------
@@ -470,9 +482,10 @@ def main(names):
         folder.mkdir(exist_ok=True)
         model = make_model(case)
         arrays, facts = make_golden(model, case)
-        np.savez_compressed(folder / "golden.npz", **arrays)
         save_checkpoint(model, case, folder)
         check_checkpoint(folder, arrays)
+        arrays["bf16_error"] = bf16_error(folder, arrays)
+        np.savez_compressed(folder / "golden.npz", **arrays)
         report(name, case, model, arrays, facts)
 
 

@@ -20,26 +20,20 @@ def bytes_in_use() -> int:
 
 @pytest.mark.parametrize("plan", ["piece", "layer", "step"])
 def test_100_steps_never_wait_for_the_device(make_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch, plan: str):
-    """Under a guard that forbids every transfer to the host, only the one read of the step before is let through."""
+    """Under a guard against implicit transfers to the host; of explicit ones there is one a step, the engine's read."""
     engine = make_llm(plan=plan).engine
-    read, reads = engine.runner.read, []
-
-    def guarded_read(result, count):
-        reads.append(count)
-        with jax.transfer_guard_device_to_host("allow"):
-            return read(result, count)
-
-    monkeypatch.setattr(engine.runner, "read", guarded_read)
+    device_get, reads = jax.device_get, []
+    monkeypatch.setattr(jax, "device_get", lambda tokens: reads.append(tokens.shape) or device_get(tokens))
     params = SamplingParams(temperature=0.7, max_tokens=120, ignore_eos=True)
     for i in range(4):
         engine.add(Request.create(f"guarded-{i}", [5 + i] * (10 * i + 1), params, engine.limits))
-    with jax.transfer_guard_device_to_host("disallow_explicit"):
+    with jax.transfer_guard_device_to_host("disallow"):
         for _ in range(100):
             engine.step()
+    assert 95 <= len(reads) <= 99, "one read a step, of the step before"
     for i in range(4):
         engine.abort(f"guarded-{i}")
     engine.step()
-    assert sum(reads) > 300
 
 
 def test_pools_keep_their_address(make_llm: Callable[..., LLM]):
@@ -60,11 +54,11 @@ def test_close_gives_the_memory_back():
 
 
 def test_bfloat16_is_close_to_float32(make_llm: Callable[..., LLM]):
-    """Relative error by Frobenius norm of a bf16 run, on a model whose weights are exact in bf16."""
+    """A bf16 run is at most 1.5 times as far from float32 as transformers' own bf16 run."""
     expected = golden("v3")
     logits = make_llm(dtype="bfloat16").logits(expected["tokens"].tolist())
     error = np.linalg.norm(logits - expected["logits"]) / np.linalg.norm(expected["logits"])
-    assert TOLERANCE < error < 0.05
+    assert TOLERANCE < error < 1.5 * expected["bf16_error"]
 
 
 def test_float32_keeps_full_precision(make_llm: Callable[..., LLM]):
