@@ -1,6 +1,7 @@
 """Compiling: tracing each chain once, compiling in parallel, keeping results on disk, counting every compile."""
 
 import logging
+import math
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -73,6 +74,9 @@ def compile_programs(
             for key, chains in lowered.items()
         }
         compiled = {key: {chain: f.result() for chain, f in chains.items()} for key, chains in futures.items()}
+    for chains in compiled.values():
+        for chain, executable in chains.items():
+            _check_in_place(chain, executable)
     number = sum(map(len, compiled.values()))
     report = CompileReport(number, middle - begin, time.perf_counter() - middle)
     logger.info("%d executables: lowered in %.1f s, compiled in %.1f s", number, report.lower_s, report.compile_s)
@@ -90,6 +94,19 @@ def eager_programs(planned: Sequence[PlannedProgram], dtype: Any) -> Executables
         return run
 
     return {p.key: {link.chain: op_by_op(link.chain) for link in p.links} for p in planned}
+
+
+def donated_bytes(executable: Any) -> int:
+    """Bytes of the arguments that `executable` is allowed to overwrite. All of them are replicated values."""
+    arguments = jax.tree.leaves(executable.args_info)
+    return sum(math.prod(info.shape) * info.dtype.itemsize for info in arguments if info.donated)
+
+
+def _check_in_place(chain: Chain, executable: Any) -> None:
+    """Raise RuntimeError if the executable copies a donated value (a cache, say) instead of updating it in place."""
+    aliased = executable.memory_analysis().alias_size_in_bytes
+    if aliased < donated_bytes(executable):
+        raise RuntimeError(f"{chain.name} updates {aliased} of {donated_bytes(executable)} donated bytes in place.")
 
 
 def _lower(program: PlannedProgram, state: Mapping[str, Any], mesh: Mesh) -> dict[Chain, Any]:
