@@ -143,7 +143,7 @@ class Runner:
         else:
             keep_executables(resolve_cache_dir(options) / "executables")
             executables, report = compile_programs(planned, state, self.mesh, self.model.dtype)
-        executor = Executor(self.mesh, weights, _zeros(state, self.mesh))
+        executor = Executor(self.mesh, weights, allocate(state, self.mesh))
         programs = {p.key: executor.bind(p.links, executables[p.key], p.results) for p in planned}
         return executor, programs, report
 
@@ -181,7 +181,7 @@ def _cache_bytes(options: EngineOptions, mesh: Mesh) -> int:
     return min(free) - GPU_RESERVE_BYTES
 
 
-def _zeros(state: dict[str, Any], mesh: Mesh) -> dict[str, Any]:
+def allocate(state: dict[str, Any], mesh: Mesh) -> dict[str, Any]:
     """Device arrays of zeros for the abstract `state`."""
     placed = {
         name: jax.tree.map(lambda _, name=name: NamedSharding(mesh, value_partition(name)), value)

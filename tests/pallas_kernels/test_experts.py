@@ -1,0 +1,69 @@
+"""Routed experts against float64, token by token."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dsjax.pallas_kernels.experts import IMPLEMENTATIONS
+
+EXPERTS, HIDDEN, WIDTH = 6, 24, 16
+experts = IMPLEMENTATIONS["reference"]
+
+
+def random_case(rng: np.random.Generator, tokens: int, chosen: int):
+    x = rng.normal(size=(tokens, HIDDEN))
+    gate_up = rng.normal(size=(EXPERTS, 2, WIDTH, HIDDEN)) / HIDDEN**0.5
+    down = rng.normal(size=(EXPERTS, HIDDEN, WIDTH)) / WIDTH**0.5
+    ids = np.stack([rng.permutation(EXPERTS)[:chosen] for _ in range(tokens)])
+    return x, gate_up, down, ids, rng.uniform(0.1, 1, size=(tokens, chosen))
+
+
+def run(x, gate_up, down, ids, weights) -> np.ndarray:
+    arrays = [jnp.asarray(a, jnp.float32) for a in (x, gate_up, down)]
+    return np.asarray(experts(*arrays, jnp.asarray(ids, jnp.int32), jnp.asarray(weights, jnp.float32)))
+
+
+def expected(x, gate_up, down, ids, weights) -> np.ndarray:
+    y = np.zeros_like(x)
+    for token, (row, chosen, scale) in enumerate(zip(x, ids, weights, strict=True)):
+        for expert, weight in zip(chosen, scale, strict=True):
+            if expert >= 0:
+                gate, up = gate_up[expert] @ row
+                y[token] += weight * (down[expert] @ (gate / (1 + np.exp(-gate)) * up))
+    return y
+
+
+@pytest.mark.parametrize(("tokens", "chosen"), [(1, 1), (1, 3), (5, 2), (64, 3), (400, 6)])
+def test_against_float64(tokens: int, chosen: int):
+    """From one pair to tiles of the largest size, several per expert."""
+    case = random_case(np.random.default_rng(tokens), tokens, chosen)
+    np.testing.assert_allclose(run(*case), expected(*case), atol=5e-6)
+
+
+def test_all_tokens_on_one_expert():
+    x, gate_up, down, ids, weights = random_case(np.random.default_rng(7), 50, 1)
+    ids[:] = 4
+    np.testing.assert_allclose(run(x, gate_up, down, ids, weights), expected(x, gate_up, down, ids, weights), atol=5e-6)
+
+
+def test_pairs_without_an_expert_do_nothing_whatever_they_hold():
+    x, gate_up, down, ids, weights = random_case(np.random.default_rng(8), 12, 2)
+    ids[3], ids[5, 0], ids[11] = -1, -1, -1
+    clean = run(x, gate_up, down, ids, weights)
+    np.testing.assert_allclose(clean, expected(x, gate_up, down, ids, weights), atol=5e-6)
+    assert not clean[[3, 11]].any()
+    x[[3, 11]], weights[3] = np.nan, np.nan
+    np.testing.assert_array_equal(run(x, gate_up, down, ids, weights), clean)
+
+
+def test_experts_that_nobody_chose_are_not_read():
+    x, gate_up, down, ids, weights = random_case(np.random.default_rng(9), 8, 2)
+    ids = ids % 3
+    clean = run(x, gate_up, down, ids, weights)
+    gate_up[3:], down[3:] = np.nan, np.nan
+    np.testing.assert_array_equal(run(x, gate_up, down, ids, weights), clean)
+
+
+def test_no_pair_at_all():
+    x, gate_up, down, ids, weights = random_case(np.random.default_rng(10), 4, 2)
+    assert not run(x, gate_up, down, np.full_like(ids, -1), weights).any()
