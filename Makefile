@@ -26,7 +26,7 @@ typecheck: .venv/installed-dev
 	$(BIN)/pyright
 
 bench: .venv/installed-dev
-	$(BIN)/python bench/engine.py $(ARGS)
+	$(BIN)/python -m bench.engine $(ARGS)
 
 clean:
 	rm -rf .venv

@@ -13,13 +13,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import Mesh, NamedSharding
 
 from dsjax.aot.planner import PlannedProgram, ProgramKey
 from dsjax.aot.xla_options import compiler_options
 from dsjax.segments import Chain
 from dsjax.sharding import REPLICATED, value_partition, weight_partition
-from dsjax.telemetry import count, counters
+from dsjax.telemetry import count, counters, warn_once
 
 logger = logging.getLogger("dsjax")
 
@@ -39,10 +40,15 @@ def count_compiles() -> None:
 
 def keep_executables(folder: Path) -> None:
     """Keep compiled executables in `folder` (JAX's persistent compilation cache), small and quick ones too."""
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        warn_once("cache_dir_unusable", f"Compiled executables are not kept: {error}. Choose another cache_dir.")
+        return
     jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    compilation_cache.reset_cache()  # JAX remembers the folder of its first compile otherwise
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,154 @@
+"""Loading: the name tables, what happens to each tensor on the way, and checkpoints that do not fit."""
+
+import shutil
+from pathlib import Path
+
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+from flax import nnx
+
+from dsjax import LLM, SamplingParams
+from dsjax.checkpoint.load import load_weights, random_weights
+from dsjax.checkpoint.names import checkpoint_tensors, weight_sources
+from dsjax.checkpoint.resolve import resolve_model
+from dsjax.checkpoint.safetensors import read_file, write_file
+from dsjax.config import ModelConfig
+from dsjax.errors import CheckpointError
+from dsjax.model import Model, abstract_model
+from dsjax.pallas_kernels import Ops
+from dsjax.published import MODELS, published
+from dsjax.segments import weight_leaves
+from dsjax.sharding import make_mesh
+from tests.conftest import GOLDEN, SMALL
+
+
+def model_of(config: ModelConfig) -> Model:
+    return abstract_model(config, "float32", Ops.for_target("cpu"))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_weight_of_published_models_has_a_source_of_its_shape(name: str):
+    """Arranging abstract tensors of the checkpoint's shapes gives exactly the shapes of the model."""
+    config = published(name)
+    sources = weight_sources(config)
+    paths = set()
+    for piece_path, piece in model_of(config).pieces():
+        for path, leaf in weight_leaves(nnx.split(piece)[1]):
+            source = sources[f"{piece_path}.{path}"]
+            avals = [jax.ShapeDtypeStruct(shape, leaf.dtype) for _, shape in source.tensors]
+            assert jax.eval_shape(source.arrange, avals).shape == leaf.shape
+            paths.add(f"{piece_path}.{path}")
+    assert paths == set(sources)
+
+
+def test_tensors_of_v3():
+    tensors = checkpoint_tensors(published("v3"))
+    assert tensors["model.layers.0.self_attn.kv_a_proj_with_mqa.weight"] == (576, 7168)
+    assert tensors["model.layers.60.mlp.experts.255.down_proj.weight"] == (7168, 2048)
+    assert tensors["model.layers.3.mlp.gate.e_score_correction_bias"] == (256,)
+    assert "model.layers.2.mlp.gate.weight" not in tensors
+    assert not any("layers.61" in name for name in tensors)
+    per_moe_layer = 2 + 7 + 2 + 3 * 256 + 3
+    assert len(tensors) == 3 + 58 * per_moe_layer + 3 * (2 + 7 + 3)
+
+
+@pytest.mark.parametrize("case", ["v2_lite", "v2", "v3", "moonlight"])
+def test_golden_files_hold_exactly_the_listed_tensors(case: str):
+    tensors = read_file(GOLDEN / case / "model.safetensors")
+    expected = checkpoint_tensors(ModelConfig.load(GOLDEN / case))
+    assert {name: tensor.shape for name, tensor in tensors.items()} == expected
+
+
+def test_joined_stacked_split_and_permuted_weights():
+    config, tensors = ModelConfig.load(GOLDEN / "v3"), read_file(GOLDEN / "v3" / "model.safetensors")
+    weights = load_weights(model_of(config), GOLDEN / "v3", make_mesh(1))
+    gate_up, down, *_ = (np.asarray(leaf) for leaf in reversed(weights["layers.1.ffn"][:2]))
+    for expert in range(8):
+        prefix = f"model.layers.1.mlp.experts.{expert}."
+        np.testing.assert_array_equal(gate_up[expert, 0], tensors[prefix + "gate_proj.weight"].astype(np.float32))
+        np.testing.assert_array_equal(gate_up[expert, 1], tensors[prefix + "up_proj.weight"].astype(np.float32))
+        np.testing.assert_array_equal(down[expert], tensors[prefix + "down_proj.weight"].astype(np.float32))
+    w_uk, w_uv = (np.asarray(leaf) for leaf in weights["layers.0.attention"])
+    kv_b = tensors["model.layers.0.self_attn.kv_b_proj.weight"].astype(np.float32).reshape(4, 32, 32)
+    np.testing.assert_array_equal(np.concatenate([w_uk, w_uv], axis=1), kv_b)
+    qkv_a = np.asarray(weights["layers.0.attn_in"][-1])
+    kv_a = tensors["model.layers.0.self_attn.kv_a_proj_with_mqa.weight"].astype(np.float32)
+    np.testing.assert_array_equal(qkv_a[24 + 32 :], np.concatenate([kv_a[32::2], kv_a[33::2]]))
+
+
+def copy_of_v3(folder: Path, change) -> Path:
+    """tests/golden/v3 with its tensors passed through `change`."""
+    tensors = change(dict(read_file(GOLDEN / "v3" / "model.safetensors")))
+    write_file(folder / "model.safetensors", tensors)
+    shutil.copy(GOLDEN / "v3" / "config.json", folder)
+    return folder
+
+
+def load_error(folder: Path) -> str:
+    with pytest.raises(CheckpointError) as error:
+        LLM(folder, **SMALL)
+    return str(error.value)
+
+
+def test_missing_unknown_and_misshapen_tensors_come_in_one_message(tmp_path):
+    def change(tensors):
+        del tensors["model.norm.weight"]
+        tensors["model.layers.1.mlp.gate.weight"] = np.zeros((8, 63), np.float32)
+        return tensors | {"model.layers.0.self_attn.k_proj.weight": np.zeros((2, 2), np.float32)}
+
+    message = load_error(copy_of_v3(tmp_path, change))
+    assert "1 missing: model.norm.weight" in message
+    assert "1 unknown: model.layers.0.self_attn.k_proj.weight" in message
+    assert "1 of the wrong shape: model.layers.1.mlp.gate.weight [8, 63] for [8, 64]" in message
+
+
+def test_quantised_tensors_are_refused(tmp_path):
+    def change(tensors):
+        name = "model.layers.0.self_attn.o_proj.weight"
+        return tensors | {name: tensors[name].astype(ml_dtypes.float8_e4m3fn)}
+
+    assert "1 not bf16 or f32: model.layers.0.self_attn.o_proj.weight float8_e4m3fn" in load_error(
+        copy_of_v3(tmp_path, change)
+    )
+
+
+def test_mtp_layers_and_rotary_tables_are_ignored(tmp_path):
+    def change(tensors):
+        extra = {"model.layers.3.eh_proj.weight", "model.layers.0.self_attn.rotary_emb.inv_freq"}
+        return tensors | {name: np.zeros((2, 2), np.float32) for name in extra}
+
+    model = model_of(ModelConfig.load(GOLDEN / "v3"))
+    assert load_weights(model, copy_of_v3(tmp_path, change), make_mesh(1))
+
+
+def test_truncated_file(tmp_path):
+    folder = copy_of_v3(tmp_path, lambda tensors: tensors)
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1000])
+    assert "model.safetensors is damaged or cut short" in load_error(folder)
+
+
+def test_folder_without_weights_and_dummy_weights(tmp_path):
+    shutil.copy(GOLDEN / "v3" / "config.json", tmp_path)
+    assert "holds no *.safetensors weights" in load_error(tmp_path)
+    with LLM(tmp_path, load_format="dummy", **SMALL | {"token_buckets": [8]}) as llm:
+        assert len(llm.generate([[5, 6]], SamplingParams(max_tokens=3, ignore_eos=True))[0].token_ids) == 3
+
+
+def test_dummy_weights_spread_tokens_over_the_experts():
+    config = ModelConfig.load(GOLDEN / "v3")
+    weights = random_weights(model_of(config), make_mesh(1))
+    gate = np.asarray(weights["layers.1.attn_out"][-1])
+    h = np.random.default_rng(0).normal(size=(4000, gate.shape[1]))
+    counts = np.bincount(np.argmax(h @ gate.T, axis=1), minlength=8)
+    assert counts.min() > 0.5 * counts.mean()
+
+
+def test_models_that_are_not_there(tmp_path):
+    with pytest.raises(CheckpointError, match="There is no model at .*nowhere"):
+        resolve_model("nowhere")
+    with pytest.raises(CheckpointError, match=r"has no config\.json"):
+        resolve_model(tmp_path)
+    assert (resolve_model("demo") / "tokenizer.json").exists()

@@ -1,0 +1,227 @@
+"""The offline API: answers, streams, seeds, bad input, and what the step loop may and may not do."""
+
+import gc
+from collections.abc import Callable
+
+import jax
+import numpy as np
+import pytest
+
+from dsjax import LLM, SamplingParams
+from dsjax.engine.request import Request
+from dsjax.errors import EngineDeadError, OptionError, RequestError
+from dsjax.telemetry import counters
+from tests.conftest import GOLDEN, SMALL
+from tests.test_golden import golden
+
+GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+
+
+def random_prompts(count: int, seed: int = 0, longest: int = 60) -> list[list[int]]:
+    rng = np.random.default_rng(seed)
+    return [rng.integers(2, 256, rng.integers(1, longest)).tolist() for _ in range(count)]
+
+
+def test_same_seed_same_tokens_alone_and_among_31_others(make_llm: Callable[..., LLM]):
+    llm = make_llm(max_num_seqs=32, kv_tokens=8192)
+    prompts = random_prompts(32)
+    params = [SamplingParams(temperature=0.9, top_p=0.95, seed=i, max_tokens=12, ignore_eos=True) for i in range(32)]
+    order = np.random.default_rng(1).permutation(32)
+    together = llm.generate([prompts[i] for i in order], [params[i] for i in order])
+    by_prompt = {int(i): answer.token_ids for i, answer in zip(order, together, strict=True)}
+    for i in range(32):
+        assert llm.generate([prompts[i]], params[i])[0].token_ids == by_prompt[i]
+
+
+def test_negative_and_64_bit_seeds(make_llm: Callable[..., LLM]):
+    llm = make_llm()
+    seeds = (-1, -(2**63), 2**63 - 1, 2**32, 0)
+    params = [SamplingParams(seed=seed, max_tokens=10, ignore_eos=True) for seed in seeds]
+    answers = [llm.generate([[7, 8]], one)[0].token_ids for one in params]
+    assert len({tuple(answer) for answer in answers}) == len(seeds)
+    assert [answer.token_ids for answer in llm.generate([[7, 8]] * 5, params)] == answers
+
+
+def test_stream_gives_what_generate_gives(make_llm: Callable[..., LLM]):
+    llm, prompt = make_llm(), random_prompts(1)[0]
+    deltas = list(llm.stream(prompt, GREEDY))
+    assert [token for delta in deltas for token in delta.token_ids] == llm.generate(prompt, GREEDY)[0].token_ids
+    assert [delta.finish_reason for delta in deltas] == [None] * 5 + ["length"]
+
+
+def test_a_stream_left_early_is_aborted(make_llm: Callable[..., LLM]):
+    llm = make_llm()
+    stream = llm.stream([5, 6], SamplingParams(max_tokens=100, ignore_eos=True))
+    next(stream)
+    stream.close()
+    assert not llm.engine.scheduler.has_work
+
+
+def test_two_streams_and_a_batch_interleave(make_llm: Callable[..., LLM]):
+    llm, (a, b, c) = make_llm(), random_prompts(3, seed=5)
+    expected = [answer.token_ids for answer in llm.generate([a, b, c], GREEDY)]
+    first, second = llm.stream(a, GREEDY), llm.stream(b, GREEDY)
+    taken: list[list[int]] = [[], []]
+    taken[0] += next(first).token_ids
+    taken[1] += next(second).token_ids
+    assert llm.generate(c, GREEDY)[0].token_ids == expected[2]
+    for place, stream in enumerate((first, second)):
+        taken[place] += [token for delta in stream for token in delta.token_ids]
+    assert taken == expected[:2]
+
+
+def test_stops_at_the_end_of_text_token(make_llm: Callable[..., LLM]):
+    """greedy_0 of the golden v3 case produces token 1, its end of text."""
+    llm, expected = make_llm(), golden("v3")
+    tokens = expected["greedy_0"].tolist()
+    assert 1 in tokens
+    [answer] = llm.generate(expected["prompt_0"].tolist(), SamplingParams(temperature=0, max_tokens=64))
+    assert answer.token_ids == tokens[: tokens.index(1) + 1]
+    assert answer.finish_reason == "stop"
+
+
+def test_numpy_prompts_and_one_prompt(make_llm: Callable[..., LLM]):
+    llm = make_llm()
+    plain = llm.generate([[5, 6, 7]], GREEDY)[0].token_ids
+    assert llm.generate(np.array([5, 6, 7]), GREEDY)[0].token_ids == plain
+    assert llm.generate([5, 6, 7], GREEDY)[0].token_ids == plain
+    assert llm.generate([], GREEDY) == []
+
+
+def test_more_requests_than_rows_and_cache(make_llm: Callable[..., LLM]):
+    """20 requests that together need several times the cache all end, with the tokens they get alone."""
+    llm = make_llm(kv_tokens=512)
+    prompts = random_prompts(20, seed=9, longest=150)
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    together = [answer.token_ids for answer in llm.generate(prompts, params)]
+    assert together == [llm.generate(prompt, params)[0].token_ids for prompt in prompts]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ([], "Prompt 1: The prompt is empty"),
+        ([5, 256], "Prompt 1: Token 256 at place 1 of the prompt is outside the vocabulary 0..255"),
+        ([-1], "Token -1 at place 0"),
+        ([5, 1.5], "Token 1.5 at place 1"),
+        ([True], "Token True at place 0"),
+        ([5] * 512, "The prompt has 512 tokens and leaves no room"),
+        ("text", "Prompt 1: this checkpoint has no tokenizer.json"),
+    ],
+    ids=str,
+)
+def test_a_bad_prompt_among_good_ones_stops_nothing(make_llm: Callable[..., LLM], prompt, message: str):
+    llm = make_llm()
+    with pytest.raises(RequestError) as error:
+        llm.generate([[5, 6], prompt, [7]], GREEDY)
+    assert message in str(error.value)
+    assert not llm.engine.scheduler.has_work
+    assert len(llm.generate([[5, 6]], GREEDY)[0].token_ids) == 6
+
+
+def test_prompt_larger_than_the_cache(make_llm: Callable[..., LLM]):
+    llm = make_llm(kv_tokens=128)
+    with pytest.raises(RequestError, match="has 300 tokens, but the cache holds 128"):
+        llm.generate([[5] * 300], GREEDY)
+    with pytest.raises(RequestError, match="max_tokens is 100, but after the prompt of 60 tokens only 68 fit"):
+        llm.generate([[5] * 60], SamplingParams(max_tokens=100))
+    assert llm.generate([[5] * 60], SamplingParams(max_tokens=68, ignore_eos=True))[0].finish_reason == "length"
+
+
+def test_max_tokens_of_one_and_without_limit(make_llm: Callable[..., LLM]):
+    llm = make_llm()
+    assert len(llm.generate([5, 6], SamplingParams(max_tokens=1, ignore_eos=True))[0].token_ids) == 1
+    whole = llm.generate([5] * 500, SamplingParams(max_tokens=None, ignore_eos=True))[0]
+    assert len(whole.token_ids) == 512 - 500
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        *[("temperature", value) for value in (-1, float("nan"), float("inf"), "hot", True, None)],
+        *[("top_p", value) for value in (0, 1.1, -0.5, float("nan"))],
+        *[("top_k", value) for value in (-2, 0.01, 2**31, float("nan"))],
+        *[("max_tokens", value) for value in (0, -1, 1.5, True)],
+        *[("seed", value) for value in (2**63, -(2**63) - 1, 0.5)],
+    ],
+)
+def test_bad_sampling_parameters(field: str, value):
+    with pytest.raises(RequestError, match=f"{field} is ") as error:
+        SamplingParams(**{field: value})
+    assert error.value.param == field
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"plan": "fast"}, "plan is 'fast', expected one of auto, step"),
+        ({"max_num_seqs": 0}, "max_num_seqs is 0"),
+        ({"max_num_seqs": 80, "token_buckets": [64]}, r"largest token bucket \(64\) is below max_num_seqs \(80\)"),
+        ({"token_buckets": [64, 16]}, "token_buckets is"),
+        ({"token_buckets": [16], "max_batched_tokens": 32}, "the last of token_buckets is 16"),
+        ({"max_model_len": 5000}, "max_model_len is 5000, but the model was made for 2560"),
+        ({"max_model_len": 1}, "max_model_len is 1"),
+        ({"tp": 3}, "tp=3 does not divide num_attention_heads"),
+        ({"tp": 64}, "tp=64 needs 64 devices"),
+        ({"tp": 2, "plan": "off"}, "plan 'off' runs op by op on one device only"),
+        ({"gpu_memory_fraction": 1.5}, "gpu_memory_fraction is 1.5"),
+        ({"load_format": "gguf"}, "load_format is 'gguf'"),
+    ],
+)
+def test_bad_options(options: dict, message: str):
+    with pytest.raises(OptionError, match=message):
+        LLM(GOLDEN / "v3", **options)
+
+
+def test_logits_need_an_idle_engine(make_llm: Callable[..., LLM]):
+    llm = make_llm()
+    stream = llm.stream([5, 6], SamplingParams(max_tokens=50, ignore_eos=True))
+    next(stream)
+    with pytest.raises(OptionError, match="idle engine"):
+        llm.logits([5, 6])
+    stream.close()
+    while llm.engine.has_work:
+        llm.engine.step()
+    assert llm.logits([5, 6]).shape == (2, 256)
+
+
+@pytest.mark.parametrize("plan", ["piece", "layer", "step"])
+def test_100_steps_read_once_each_one_behind_and_keep_the_pools_in_place(
+    make_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch, plan: str
+):
+    """Every way in which a device array reaches the host is counted: there is one read a step, of the step before."""
+    engine = make_llm(plan=plan).engine
+    runner = engine.runner
+    log: list[str] = []
+    array_type = type(runner.executor.state["last_tokens"])
+    fetch, dispatch = array_type.__array__, runner.dispatch
+    monkeypatch.setattr(array_type, "__array__", lambda self, *a, **k: log.append("read") or fetch(self, *a, **k))
+    for name in ("block_until_ready", "__int__", "__float__", "__bool__", "__index__", "tolist", "item"):
+        monkeypatch.setattr(array_type, name, lambda self, *_, name=name: pytest.fail(f"the loop called {name}"))
+    monkeypatch.setattr(runner, "dispatch", lambda step: log.append("dispatch") or dispatch(step))
+    address = runner.executor.state["pools"]["latent"].unsafe_buffer_pointer()
+    compiles = counters["compiles"]
+    params = SamplingParams(temperature=0.7, max_tokens=120, ignore_eos=True)
+    for i in range(4):
+        engine.add(Request.create(f"counted-{i}", [5 + i] * (1 + 10 * i), params, engine.limits))
+    for _ in range(100):
+        engine.step()
+    monkeypatch.undo()
+    assert log == ["dispatch"] + ["dispatch", "read"] * 99
+    assert runner.executor.state["pools"]["latent"].unsafe_buffer_pointer() == address
+    assert counters["compiles"] == compiles
+    for i in range(4):
+        engine.abort(f"counted-{i}")
+    engine.step()
+
+
+def test_close_frees_the_device_memory():
+    gc.collect()
+    before = sum(array.nbytes for array in jax.live_arrays())
+    with LLM(GOLDEN / "v3", **SMALL | {"token_buckets": [8]}) as llm:
+        llm.generate([5, 6], GREEDY)
+        assert sum(array.nbytes for array in jax.live_arrays()) > before + 1_000_000
+    gc.collect()
+    assert sum(array.nbytes for array in jax.live_arrays()) <= before + 10_000
+    with pytest.raises(EngineDeadError, match="closed"):
+        llm.generate([5, 6], GREEDY)

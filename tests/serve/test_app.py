@@ -1,0 +1,154 @@
+"""The HTTP application with an engine that is plain Python: what a healthy engine would rarely do."""
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import httpx
+import pytest
+
+from dsjax.demo import CHECKPOINT
+from dsjax.engine.request import Limits, Request
+from dsjax.errors import DsjaxError, EngineDeadError, RequestError
+from dsjax.serve.app import build_app
+from dsjax.serve.context import Context
+from dsjax.serve.messages import Stats, TokenBatch
+from dsjax.serve.request_group import RequestGroup
+from dsjax.tokenizer import Tokenizer
+
+
+class FakeEngine:
+    """Answers every request with `items`, tokens or an error each."""
+
+    stats: Stats | None = None
+    error: EngineDeadError | None = None
+    limits = Limits(vocab_size=4096, max_model_len=100, cache_tokens=100)
+
+    def __init__(self, *items: list[int] | DsjaxError):
+        self._items, self.opened, self.closed = items, [], 0
+
+    @property
+    def alive(self) -> bool:
+        return self.error is None
+
+    def open(self, requests: Sequence[Request]) -> RequestGroup:
+        if self.error is not None:
+            raise self.error
+        self.opened += requests
+        group = RequestGroup(1, self._close)
+        for place, item in enumerate(self._items):
+            reason = "stop" if place == len(self._items) - 1 else None
+            group.put(item if isinstance(item, DsjaxError) else (0, TokenBatch("x", item, reason)))
+        return group
+
+    def _close(self, _: RequestGroup) -> None:
+        self.closed += 1
+
+
+def call(engine: FakeEngine, path: str, tokenizer: Tokenizer | None = None, **body: Any) -> httpx.Response:
+    """POST `body` (GET without one) to an app around `engine`."""
+
+    async def send() -> httpx.Response:
+        app = build_app(Context(engine, tokenizer, ("fake",)))
+        transport = httpx.ASGITransport(app, raise_app_exceptions=False)  # type: ignore[arg-type]
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            return await (client.post(path, json=body) if body else client.get(path))
+
+    return asyncio.run(send())
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer | None:
+    return Tokenizer.load(CHECKPOINT)
+
+
+def test_request_fields_reach_the_engine():
+    engine = FakeEngine([5])
+    fields = {"temperature": 1, "top_p": 0.5, "top_k": 3, "seed": -4, "ignore_eos": True, "max_tokens": 9}
+    assert call(engine, "/v1/completions", prompt=[1, 2], request_id="me", **fields).status_code == 200
+    [request] = engine.opened
+    assert (request.id, request.prompt, request.max_tokens, request.seed) == ("me", [1, 2], 9, -4)
+    params = request.params
+    assert (params.temperature, params.top_p, params.top_k, params.ignore_eos) == (1, 0.5, 3, True)
+    assert engine.closed == 1
+
+
+def test_without_tokenizer():
+    """Token ids work, with empty text; text and chat are refused."""
+    answer = call(FakeEngine([5, 6], [7]), "/v1/completions", prompt=[1]).json()
+    assert answer["choices"] == [{"index": 0, "text": "", "finish_reason": "stop", "logprobs": None}]
+    assert answer["usage"] == {"prompt_tokens": 1, "completion_tokens": 3, "total_tokens": 4}
+    for path, body in (
+        ("/v1/completions", {"prompt": "x"}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]}),
+    ):
+        response = call(FakeEngine([5]), path, **body)
+        assert response.status_code == 400
+        assert "no tokenizer" in response.json()["error"]["message"]
+
+
+def test_characters_are_not_split(tokenizer: Tokenizer):
+    """Each event holds whole characters; bytes that never become one are flushed at the end."""
+    ids = tokenizer.encode("née 🌶", add_special_tokens=False)
+    chopped = FakeEngine(*[[token] for token in ids])
+    lines = call(chopped, "/v1/completions", tokenizer, prompt=[1], stream=True).text
+    assert "\\ufffd" not in lines
+    assert "�" not in lines
+    assert call(chopped, "/v1/completions", tokenizer, prompt=[1]).json()["choices"][0]["text"] == "née 🌶"
+    cut = FakeEngine(*[[token] for token in ids[:-1]])
+    text = call(cut, "/v1/completions", tokenizer, prompt=[1]).json()["choices"][0]["text"]
+    assert text.startswith("née ")
+    assert text.endswith("�")
+
+
+def test_error_in_a_stream(tokenizer: Tokenizer):
+    engine = FakeEngine([5], EngineDeadError("Gone."))
+    text = call(engine, "/v1/completions", tokenizer, prompt=[1], stream=True).text
+    first, error = (line for line in text.splitlines() if line)
+    assert '"finish_reason":null' in first
+    assert error.startswith('data: {"error": {"message": "Gone."')
+    assert "[DONE]" not in text
+    assert engine.closed == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "status"), [(EngineDeadError("Gone."), 503), (RequestError("No.", param="prompt"), 400)]
+)
+def test_error_without_stream(error: DsjaxError, status: int):
+    engine = FakeEngine([5], error)
+    response = call(engine, "/v1/completions", prompt=[1])
+    assert response.status_code == status
+    assert response.json()["error"]["message"] == str(error)
+    assert engine.closed == 1
+
+
+def test_dead_engine():
+    engine = FakeEngine()
+    assert call(engine, "/health").json() == {"status": "ok", "running": 0, "waiting": 0}
+    engine.error = EngineDeadError("Gone.")
+    for response in (call(engine, "/health"), call(engine, "/v1/completions", prompt=[1], stream=True)):
+        assert (response.status_code, response.json()["error"]["message"]) == (503, "Gone.")
+
+
+def test_bugs_keep_their_text_to_the_log(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
+    def broken(*_: Any) -> Any:
+        raise ZeroDivisionError("secret")
+
+    monkeypatch.setattr(FakeEngine, "open", broken)
+    response = call(FakeEngine(), "/v1/completions", prompt=[1])
+    assert response.status_code == 500
+    assert response.json()["error"]["code"] == "internal_error"
+    assert "secret" not in response.text
+    assert "ZeroDivisionError: secret" in caplog.text
+    assert response.headers["x-request-id"]
+
+
+def test_a_bug_in_a_stream(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
+    def broken(*_: Any) -> Any:
+        raise ZeroDivisionError("secret")
+
+    monkeypatch.setattr(RequestGroup, "__anext__", broken)
+    text = call(FakeEngine([1]), "/v1/completions", prompt=[1], stream=True).text
+    assert '"internal_error"' in text
+    assert "secret" not in text
+    assert "ZeroDivisionError: secret" in caplog.text
