@@ -107,7 +107,9 @@ def measure(llm: LLM, plan: str, args: argparse.Namespace) -> list[dict[str, Any
 
 
 def table(records: Sequence[dict[str, Any]]) -> str:
-    rows = [f"{r['op']:6} {r['case']:36} {r['metric']:20} {r['value']:>10} {r['unit']:6} ±{r['spread']}" for r in records]
+    rows = [
+        f"{r['op']:6} {r['case']:36} {r['metric']:20} {r['value']:>10} {r['unit']:6} ±{r['spread']}" for r in records
+    ]
     return "\n".join(rows)
 
 

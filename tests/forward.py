@@ -62,4 +62,6 @@ def zero_router_bias(weights: Weights) -> Weights:
     """`weights` with every router's correction bias (the only leaves of one value per expert) set to zero."""
     routers = {path: leaves for path, leaves in weights.items() if path.endswith("attn_out") and len(leaves) == 4}
     # flat leaves are in alphabetical order: norm.weight, o_proj.weight, router.bias, router.weight
-    return weights | {p: (norm, o_proj, jnp.zeros_like(bias), gate) for p, (norm, o_proj, bias, gate) in routers.items()}
+    return weights | {
+        p: (norm, o_proj, jnp.zeros_like(bias), gate) for p, (norm, o_proj, bias, gate) in routers.items()
+    }

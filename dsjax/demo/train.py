@@ -214,7 +214,10 @@ def bits_per_byte(model: Model, params: dict, heldout: np.ndarray, num_bytes: in
         logits, _ = forward(model, params, tokens[None], lambda x: x)
         return jnp.sum(jnp.where(real, optax.softmax_cross_entropy_with_integer_labels(logits, labels), 0))
 
-    total = sum(float(nats(*map(jnp.asarray, row))) for row in zip(windows.astype(np.int32), targets.astype(np.int32), real, strict=True))
+    total = sum(
+        float(nats(*map(jnp.asarray, row)))
+        for row in zip(windows.astype(np.int32), targets.astype(np.int32), real, strict=True)
+    )
     return total / np.log(2) / num_bytes
 
 

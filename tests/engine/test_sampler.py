@@ -7,7 +7,9 @@ import pytest
 from dsjax.engine.sampler import SamplingState, keep_heaviest, sample
 
 
-def state(rows: int, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, first_seed: int = 0) -> SamplingState:
+def state(
+    rows: int, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, first_seed: int = 0
+) -> SamplingState:
     seeds = np.stack([np.arange(rows) + first_seed, np.zeros(rows)], axis=1).astype(np.uint32)
     return SamplingState(
         jnp.full(rows, temperature), jnp.full(rows, top_k, jnp.int32), jnp.full(rows, top_p), jnp.asarray(seeds)

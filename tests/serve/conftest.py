@@ -10,9 +10,9 @@ import pytest
 
 from tests.serve.server_process import ServerProcess
 
-ROWS = 4
+ROWS = 2
 CONTEXT = 2048
-FLAGS = ("--max-num-seqs", str(ROWS), "--token-buckets", "16,64", "--max-model-len", str(CONTEXT))
+FLAGS = ("--max-num-seqs", str(ROWS), "--token-buckets", "32", "--max-model-len", str(CONTEXT))
 
 Start = Callable[..., ServerProcess]
 

@@ -15,7 +15,7 @@ DSJAX = Path(sys.executable).with_name("dsjax")
 DEADLINE_S = 120.0
 
 
-def wait_until[T](look: Callable[[], T], what: str) -> T:
+def wait_until[T](look: Callable[[], T | None], what: str) -> T:
     """The first truthy result of `look`."""
     deadline = time.monotonic() + DEADLINE_S
     while not (found := look()):
@@ -63,7 +63,8 @@ class ServerProcess:
         return self
 
     def client(self) -> httpx.Client:
-        return httpx.Client(base_url=self.url, timeout=DEADLINE_S)
+        # There is no TLS, and loading certificates takes longer than most tests.
+        return httpx.Client(base_url=self.url, timeout=DEADLINE_S, verify=False)
 
     def engine_pid(self) -> int:
         """The engine process: the child that multiprocessing spawned."""

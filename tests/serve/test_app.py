@@ -78,11 +78,9 @@ def test_without_tokenizer():
     answer = call(FakeEngine([5, 6], [7]), "/v1/completions", prompt=[1]).json()
     assert answer["choices"] == [{"index": 0, "text": "", "finish_reason": "stop", "logprobs": None}]
     assert answer["usage"] == {"prompt_tokens": 1, "completion_tokens": 3, "total_tokens": 4}
-    for path, body in (
-        ("/v1/completions", {"prompt": "x"}),
-        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]}),
-    ):
-        response = call(FakeEngine([5]), path, **body)
+    text = call(FakeEngine([5]), "/v1/completions", prompt="x")
+    chat = call(FakeEngine([5]), "/v1/chat/completions", messages=[{"role": "user", "content": "x"}])
+    for response in (text, chat):
         assert response.status_code == 400
         assert "no tokenizer" in response.json()["error"]["message"]
 

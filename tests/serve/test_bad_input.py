@@ -1,5 +1,6 @@
 """Bad requests get a 400 that says what is wrong, and the server goes on."""
 
+import json
 from typing import Any
 
 import httpx
@@ -103,8 +104,13 @@ BAD_CHAT: list[tuple[dict[str, Any], str, str]] = [
 ]
 
 
+def post(client: httpx.Client, path: str, body: dict[str, Any]) -> httpx.Response:
+    """POST as ASCII: httpx itself refuses text that is not valid Unicode."""
+    return client.post(path, content=json.dumps(body), headers={"content-type": "application/json"})
+
+
 def check_refused(client: httpx.Client, path: str, body: dict[str, Any], param: str, part: str) -> None:
-    response = client.post(path, json=body)
+    response = post(client, path, body)
     assert response.status_code == 400, response.text
     error = response.json()["error"]
     assert set(error) == {"message", "type", "param", "code"}
@@ -126,7 +132,7 @@ def test_bad_completion(http: httpx.Client, change: dict[str, Any], param: str, 
 
 @pytest.mark.parametrize(("change", "param", "part"), BAD_CHAT, ids=lambda value: repr(value)[:40])
 def test_bad_chat(http: httpx.Client, change: dict[str, Any], param: str, part: str):
-    check_refused(http, CHAT, {"messages": HELLO, "max_tokens": 1, **change} | change, param, part)
+    check_refused(http, CHAT, {"messages": HELLO, **change}, param, part)
 
 
 @pytest.mark.parametrize("change", UNSUPPORTED + UNSUPPORTED_COMPLETIONS, ids=repr)
@@ -167,7 +173,7 @@ def test_a_form_instead_of_json(http: httpx.Client):
 @pytest.mark.parametrize(("path", "rest"), [(COMPLETIONS, {"prompt": "x"}), (CHAT, {"messages": HELLO})])
 @pytest.mark.parametrize("name", ["gpt-4", "", "\ud800"])
 def test_unknown_model(http: httpx.Client, path: str, rest: dict[str, Any], name: str):
-    response = http.post(path, json={"model": name, **rest})
+    response = post(http, path, {"model": name, **rest})
     assert response.status_code == 404
     assert response.json()["error"]["code"] == "model_not_found"
     assert "demo" in response.json()["error"]["message"]

@@ -11,8 +11,9 @@ from tests.serve.conftest import Start
 from tests.serve.server_process import ServerProcess, is_running, wait_until
 from tests.serve.sse import DONE, read_events
 
-LONG = {"prompt": [5, 6, 7], "max_tokens": 1500, "ignore_eos": True}
-STREAM = LONG | {"stream": True, "stream_options": {"include_usage": True}}
+FINISHES = {"prompt": [5, 6, 7], "max_tokens": 400, "ignore_eos": True}
+LONG = FINISHES | {"max_tokens": 2000}
+STREAM = {"stream": True, "stream_options": {"include_usage": True}}
 
 
 def check_nothing_left(server: ServerProcess, engine_pid: int) -> None:
@@ -24,17 +25,17 @@ def test_sigterm_lets_open_requests_finish(start: Start):
     server = start().wait_ready()
     engine = server.engine_pid()
     with server.client() as client, ThreadPoolExecutor(1) as pool:
-        whole = pool.submit(httpx.post, f"{server.url}/v1/completions", json=LONG, timeout=120)
+        whole = pool.submit(httpx.post, f"{server.url}/v1/completions", json=FINISHES, timeout=120)
         wait_until(lambda: client.get("/health").json()["running"] == 1, "the first request")
-        with client.stream("POST", "/v1/completions", json=STREAM) as response:
+        with client.stream("POST", "/v1/completions", json=FINISHES | STREAM) as response:
             events = read_events(response)
             next(events)
             server.signal(signal.SIGTERM)
             server.search_log("open requests have 30 s to finish")
             *_, usage, done = events
         assert done == DONE
-        assert usage["usage"]["completion_tokens"] == LONG["max_tokens"]
-        assert whole.result().json()["usage"]["completion_tokens"] == LONG["max_tokens"]
+        assert usage["usage"]["completion_tokens"] == FINISHES["max_tokens"]
+        assert whole.result().json()["usage"]["completion_tokens"] == FINISHES["max_tokens"]
     assert server.wait() == 0
     with pytest.raises(httpx.ConnectError):
         httpx.get(f"{server.url}/health")
@@ -42,16 +43,21 @@ def test_sigterm_lets_open_requests_finish(start: Start):
     check_nothing_left(server, engine)
 
 
-def test_drain_timeout_says_so(start: Start):
-    server = start("demo", "--drain-timeout", "0.2").wait_ready()
+@pytest.mark.parametrize(("drain_timeout", "signals"), [("0.2", 1), ("60", 2)])
+def test_requests_that_cannot_finish_are_told(start: Start, drain_timeout: str, signals: int):
+    """After the drain timeout, and after a second signal."""
+    server = start("demo", "--drain-timeout", drain_timeout).wait_ready()
     engine = server.engine_pid()
-    with server.client() as client, client.stream("POST", "/v1/completions", json=STREAM) as response:
+    with server.client() as client, client.stream("POST", "/v1/completions", json=LONG | STREAM) as response:
         events = read_events(response)
         next(events)
-        server.signal(signal.SIGINT)
+        for _ in range(signals):
+            server.signal(signal.SIGINT)
+            server.search_log(f"open requests have {drain_timeout} s to finish")
         *_, last = events
     assert last["error"]["code"] == "shutting_down"
     assert server.wait() == 0
+    assert "Traceback" not in server.log
     check_nothing_left(server, engine)
 
 
@@ -60,7 +66,7 @@ def test_death_of_the_engine(start: Start):
     engine = server.engine_pid()
     with server.client() as client, ThreadPoolExecutor(1) as pool:
         whole = pool.submit(httpx.post, f"{server.url}/v1/completions", json=LONG, timeout=120)
-        with client.stream("POST", "/v1/completions", json=STREAM) as response:
+        with client.stream("POST", "/v1/completions", json=LONG | STREAM) as response:
             events = read_events(response)
             next(events)
             wait_until(lambda: httpx.get(f"{server.url}/health").json()["running"] == 2, "both requests")
