@@ -65,7 +65,14 @@ class Tokenizer:
         return self._fast.get_vocab_size()
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of `text`, after the begin-of-text token that the tokenizer adds with `add_special_tokens`."""
+        """Token ids of `text`, after the begin-of-text token that the tokenizer adds with `add_special_tokens`.
+
+        Raises RequestError for text that is not valid Unicode (lone surrogates).
+        """
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise RequestError(f"The text is not valid Unicode: {error}.", param="prompt") from None
         return self._fast.encode(text, add_special_tokens=add_special_tokens).ids
 
     def decode(self, ids: Sequence[int]) -> str:

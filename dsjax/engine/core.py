@@ -9,7 +9,7 @@ import numpy as np
 from dsjax.config import ModelConfig
 from dsjax.engine.options import EngineOptions
 from dsjax.engine.request import Limits, Request, SamplingParams
-from dsjax.engine.runner import Runner, StepResult
+from dsjax.engine.runner import Runner, StepCounts, StepResult
 from dsjax.engine.scheduler import Scheduler, Step, Update
 from dsjax.errors import EngineDeadError, OptionError
 
@@ -45,6 +45,21 @@ class Engine:
     def has_work(self) -> bool:
         """Whether `step` has something to do."""
         return self.scheduler.has_work or self._pending is not None
+
+    @property
+    def running(self) -> int:
+        """Requests that hold a row."""
+        return len(self.scheduler.running)
+
+    @property
+    def waiting(self) -> int:
+        """Requests in the queue."""
+        return len(self.scheduler.waiting)
+
+    @property
+    def counts(self) -> StepCounts:
+        """What has been computed so far."""
+        return self.runner.counts
 
     def add(self, request: Request) -> None:
         """Queue a request made by Request.create. Raises RequestError (id in use) or EngineDeadError."""

@@ -55,10 +55,11 @@ class StepResult(NamedTuple):
 
 @dataclass
 class StepCounts:
-    """Steps run per program, and tokens computed with the padding that their buckets added."""
+    """Runs per program; tokens computed, those of them in prefill chunks, and the padding that buckets added."""
 
     programs: Counter[str] = field(default_factory=Counter)
     tokens: int = 0
+    prefill_tokens: int = 0
     padding: int = 0
 
 
@@ -77,6 +78,8 @@ class Runner:
         self.rows = self.buckets.decode[-1]
         self.max_model_len = resolve_max_model_len(options, config)
         self.model = _model(config, options, on_gpu)
+        if self.granularity != "off":
+            keep_executables(resolve_cache_dir(options) / "executables")
         weights = _weights(self.model, folder, options, self.mesh)
         self.pages = _cache_pages(self.model.page_kinds, options, self.rows * self.max_model_len, self.mesh)
         self.counts = StepCounts()
@@ -131,6 +134,7 @@ class Runner:
     def _count(self, key: ProgramKey, step: Step) -> None:
         self.counts.programs[str(key)] += 1
         self.counts.tokens += step.num_tokens
+        self.counts.prefill_tokens += step.num_tokens - step.num_decode
         self.counts.padding += key.bucket - step.num_tokens
 
     def _compile(self, weights: Weights, options: EngineOptions):
@@ -141,7 +145,6 @@ class Runner:
         if op_by_op:
             executables = eager_programs(planned, self.model.dtype)
         else:
-            keep_executables(resolve_cache_dir(options) / "executables")
             executables, report = compile_programs(planned, state, self.mesh, self.model.dtype)
         executor = Executor(self.mesh, weights, allocate(state, self.mesh))
         programs = {p.key: executor.bind(p.links, executables[p.key], p.results) for p in planned}
