@@ -76,10 +76,10 @@ def dispatches_per_step(llm: LLM) -> int:
     executor = llm.engine.runner.executor
     params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
     llm.generate([[20]], params)
-    before = executor.dispatches
+    before = executor.dispatched
     llm.generate([[20]], params)
     admission = 1
-    return (executor.dispatches - before - admission) // params.max_tokens
+    return (executor.dispatched - before - admission) // params.max_tokens
 
 
 def measure(llm: LLM, plan: str, args: argparse.Namespace) -> list[dict[str, Any]]:

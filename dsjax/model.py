@@ -13,10 +13,12 @@ from flax import nnx
 
 from dsjax.cache.kinds import PageKind, PoolSpec
 from dsjax.config import ModelConfig, RopeConfig
+from dsjax.layers.attention_output import AttentionOutput
 from dsjax.layers.embedding import Embedding, Head
-from dsjax.layers.mla import LATENT, ROPE, AttentionOutput, MLAAttention, MLAInput
+from dsjax.layers.mla import LATENT, ROPE, HeadsProjection, MLAAttention, MLAInput
 from dsjax.layers.mlp import DenseFFN
-from dsjax.layers.moe import MoE
+from dsjax.layers.moe import MoE, Router
+from dsjax.layers.residual import PreNorm
 from dsjax.pallas_kernels import Ops
 from dsjax.sharding import ONE_DEVICE, TensorParallel
 
@@ -24,27 +26,29 @@ from dsjax.sharding import ONE_DEVICE, TensorParallel
 class DecoderLayer(nnx.Module):
     """One transformer block, as the pieces that run one after the other (`PIECES` names the attributes).
 
-    `index` is the layer's place among the layers that share its page kinds, so also its place in their pools.
+    `places`: per page kind, which layer of its pools is this one's.
     """
 
     PIECES = ("attn_in", "attention", "attn_out", "ffn")
 
     def __init__(self, config: ModelConfig, index: int, dtype: jnp.dtype, ops: Ops, tp: TensorParallel):
-        routed = index >= config.num_dense_layers
+        hidden, routed = config.hidden_size, index >= config.num_dense_layers
+        router = Router(config.moe.router, hidden, dtype, ops) if routed else None
+        self.places = ((LATENT, index),)
         self.attn_in = MLAInput(config, dtype)
         self.attention = MLAAttention(config.attention, dtype, ops)
-        self.attn_out = AttentionOutput(config, routed, dtype, ops, tp)
+        self.attn_out = AttentionOutput(HeadsProjection(config, dtype), PreNorm(hidden, config.norm_eps), router, tp)
         if routed:
-            self.ffn = MoE(config, dtype, ops, tp)
+            self.ffn = MoE(config, PreNorm.leave, dtype, ops, tp)
         else:
-            self.ffn = DenseFFN(config.hidden_size, config.dense_width, dtype, tp)
+            self.ffn = DenseFFN(hidden, config.dense_width, PreNorm.leave, dtype, tp)
 
 
 class Model(nnx.Module):
     """A DeepSeek language model of any supported generation.
 
     `dtype` is that of weights and activations. `ropes` and `page_kinds` say which rotary tables a step prepares and
-    what the cache stores per token.
+    what the cache stores per token; `hidden_shape` is the shape of one token's row between body and tail.
     """
 
     def __init__(self, config: ModelConfig, dtype: jnp.dtype, ops: Ops, tp: TensorParallel):
@@ -61,6 +65,10 @@ class Model(nnx.Module):
     def page_kinds(self) -> tuple[PageKind, ...]:
         pool = PoolSpec(LATENT, self.config.num_layers, self.config.attention.latent_width, self.dtype)
         return (PageKind(LATENT, (pool,)),)
+
+    @property
+    def hidden_shape(self) -> tuple[int, ...]:
+        return (self.config.hidden_size,)
 
     def pieces(self) -> Iterator[tuple[str, nnx.Module]]:
         """Path and module of every piece that has weights, in the order in which they run."""

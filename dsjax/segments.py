@@ -2,8 +2,8 @@
 
 A *segment* is one piece of the model as a pure function of its weights and of named values. A *program* (a body or a
 tail, for one bucket) is a list of segment calls. A *plan* cuts that list into chains, and each chain is compiled into
-one executable: one per piece, one per layer, or one for the whole step, from the same functions. Since weights and the
-layer index are arguments, one executable serves all layers of a kind.
+one executable: one per "piece", one per "layer", or one for the whole "step", from the same functions. Since weights
+and the places of a layer in the pools are arguments, one executable serves all layers of a kind.
 
 Values that a chain both takes and gives (caches, page tables, the residual stream) are donated: they stay in place.
 """
@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from dsjax.sharding import REPLICATED, value_partition, weight_partition
 
-GRANULARITIES = ("piece", "layer", "step")
+Places = tuple[tuple[str, int], ...]  # per page kind, a layer's place in its pools
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Segment:
     """A piece as a pure function. Pieces with equal graphs and weight shapes are equal segments.
 
     `takes` are the parameter names of the piece's __call__, `gives` the names of what it returns, `weights` path,
-    shape and dtype of its leaves. A segment that takes "layer" runs once per layer.
+    shape and dtype of its leaves. A segment of a layer may take "places".
     """
 
     name: str
@@ -40,7 +40,7 @@ class Segment:
     gives: tuple[str, ...]
 
     @classmethod
-    def of(cls, name: str, piece: nnx.Module) -> "Segment":
+    def of(cls, name: str, piece: Any) -> "Segment":
         graph, state = nnx.split(piece)
         weights = tuple((path, leaf.shape, leaf.dtype) for path, leaf in weight_leaves(state))
         takes = tuple(inspect.signature(type(piece).__call__).parameters)[1:]
@@ -49,12 +49,13 @@ class Segment:
     def run(self, leaves: Sequence[jax.Array], *arguments: Any) -> tuple[Any, ...]:
         """The piece applied to `arguments` (in the order of `takes`), with its weights given as flat leaves."""
         graph, structure = self.graph
-        return nnx.merge(graph, jax.tree.unflatten(structure, leaves))(*arguments)
+        with jax.named_scope(self.name):
+            return nnx.merge(graph, jax.tree.unflatten(structure, leaves))(*arguments)
 
     @cached_property
     def traced_once(self) -> Any:
         """`run` behind a jit of its own, so that a step of many layers traces and lowers each segment once."""
-        return jax.jit(self.run)
+        return jax.jit(_named(self.run, self.name))
 
 
 def weight_leaves(state: nnx.State) -> list[tuple[str, Any]]:
@@ -65,23 +66,27 @@ def weight_leaves(state: nnx.State) -> list[tuple[str, Any]]:
 
 @dataclass(frozen=True)
 class Call:
-    """A segment at one place of a program: the path of its weights in the model, and its layer (None: no layer)."""
+    """A segment at one place of a program: the path of its weights in the model ("" if it has none), and its layer.
+
+    `layer` is None outside layers, `places` are those of the layer.
+    """
 
     segment: Segment
-    path: str
+    path: str = ""
     layer: int | None = None
+    places: Places = ()
 
 
 @dataclass(frozen=True)
 class Chain:
     """Consecutive segments that become one executable. Equal chains share it.
 
-    `layers` are baked in where segments of several layers are chained; a chain of one layer gets its index as an
+    `places` are baked in where segments of several layers are chained; a chain within one layer gets them as an
     argument instead, and has None throughout.
     """
 
     segments: tuple[Segment, ...]
-    layers: tuple[int | None, ...]
+    places: tuple[Places | None, ...]
     takes: tuple[str, ...]
     gives: tuple[str, ...]
 
@@ -90,46 +95,53 @@ class Chain:
         names = [segment.name for segment in self.segments]
         return "+".join(names) if len(names) <= 4 else f"{names[0]}..{names[-1]}"
 
-    def run(
-        self, weights: Sequence[Sequence[jax.Array]], layer: jax.Array | None, *values: Any, jit: bool = True
-    ) -> tuple:
+    def run(self, weights: Sequence[Sequence[jax.Array]], places: dict | None, *values: Any, jit: bool = True) -> tuple:
         """weights: flat leaves per segment. values: in the order of `takes`. Returns values in the order of `gives`."""
         named = dict(zip(self.takes, values, strict=True))
-        for segment, leaves, baked in zip(self.segments, weights, self.layers, strict=True):
-            named["layer"] = layer if baked is None else jnp.int32(baked)
+        for segment, leaves, baked in zip(self.segments, weights, self.places, strict=True):
+            named["places"] = places if baked is None else {kind: jnp.int32(place) for kind, place in baked}
             function = segment.traced_once if jit else segment.run
             results = function(leaves, *(named[name] for name in segment.takes))
             named.update(zip(segment.gives, results, strict=True))
         return tuple(named[name] for name in self.gives)
 
-    def sharded(self, mesh: Mesh) -> Any:
-        """`run` as one shard_map over `mesh`, jitted, with everything both taken and given donated."""
+    def sharded(self, mesh: Mesh, name: str) -> Any:
+        """`run` as one shard_map over `mesh`, jitted under `name`, with all that it both takes and gives donated."""
         weights = tuple(tuple(weight_partition(path) for path, _, _ in segment.weights) for segment in self.segments)
         values = tuple(value_partition(name) for name in self.takes)
         results = tuple(value_partition(name) for name in self.gives)
         specs = (weights, REPLICATED, *values)
         function = jax.shard_map(self.run, mesh=mesh, in_specs=specs, out_specs=results, check_vma=False)
         donated = tuple(i + 2 for i, name in enumerate(self.takes) if name in self.gives)
-        return jax.jit(function, donate_argnums=donated)
+        return jax.jit(_named(function, name), donate_argnums=donated)
 
 
-@dataclass(frozen=True)
-class Link:
-    """One executable call of a program: the chain, and where its weights and its layer index come from."""
+def _named(function: Any, name: str) -> Any:
+    """`function` under another name, which profiles, dumps and cached executables show."""
+
+    def renamed(*arguments):
+        return function(*arguments)
+
+    renamed.__name__ = renamed.__qualname__ = name
+    return renamed
+
+
+class Link(NamedTuple):
+    """One executable call of a program: the chain, and where its weights and its places come from."""
 
     chain: Chain
     paths: tuple[str, ...]
-    layer: int | None
+    places: Places | None
 
 
-def cut(calls: Sequence[Call], granularity: str, results: Iterable[str]) -> list[Link]:
+def cut(calls: Sequence[Call], plan: str, results: Iterable[str]) -> list[Link]:
     """Cut a program into chains: per "piece", per "layer", or not at all ("step").
 
     `results` names the values that must be there when the program ends.
     """
-    if granularity == "piece":
+    if plan == "piece":
         groups = [[call] for call in calls]
-    elif granularity == "layer":
+    elif plan == "layer":
         groups = [list(group) for _, group in groupby(calls, key=lambda call: call.layer)]
     else:
         groups = [list(calls)]
@@ -146,28 +158,37 @@ def _given(group: Sequence[Call]) -> set[str]:
 
 
 def _link(group: Sequence[Call], live: set[str]) -> Link:
-    layers = tuple(call.layer for call in group)
-    single = len(set(layers)) == 1
+    within_a_layer = len({call.layer for call in group}) == 1
     takes: dict[str, None] = {}
-    given: set[str] = {"layer"}
+    known: set[str] = {"places"}
     for call in group:
-        takes |= dict.fromkeys(name for name in call.segment.takes if name not in given)
-        given |= set(call.segment.gives)
+        takes |= dict.fromkeys(name for name in call.segment.takes if name not in known)
+        known |= set(call.segment.gives)
     chain = Chain(
         segments=tuple(call.segment for call in group),
-        layers=(None,) * len(group) if single else layers,
+        places=(None,) * len(group) if within_a_layer else tuple(call.places for call in group),
         takes=tuple(takes),
         gives=tuple(sorted(_given(group) & live)),
     )
-    return Link(chain, tuple(call.path for call in group), layers[0] if single else None)
+    return Link(chain, tuple(call.path for call in group), group[0].places if within_a_layer else None)
 
 
-@dataclass
+class Dispatch(NamedTuple):
+    """A link bound to its executable, weights and places: what the executor's loop calls."""
+
+    executable: Any
+    weights: tuple[Sequence[jax.Array], ...]
+    places: dict[str, jax.Array] | None
+    takes: tuple[str, ...]
+    gives: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class Program:
-    """A list of links bound to executables, weights and layer indices: what the executor's loop runs."""
+    """A bound program, and the names of the values that it leaves."""
 
+    dispatches: list[Dispatch]
     results: tuple[str, ...]
-    steps: list[tuple[Any, Sequence[Sequence[jax.Array]], jax.Array | None, tuple[str, ...], tuple[str, ...]]]
 
 
 class Executor:
@@ -179,17 +200,22 @@ class Executor:
 
     def __init__(self, mesh: Mesh, weights: Mapping[str, Sequence[jax.Array]], state: dict[str, Any]):
         self.mesh, self.weights, self.state = mesh, weights, state
-        self.dispatches = 0
-        self._layers: dict[int, jax.Array] = {}
+        self.dispatched = 0
+        self._scalars: dict[int, jax.Array] = {}
 
     def bind(self, links: Sequence[Link], executables: Mapping[Chain, Any], results: Iterable[str]) -> Program:
         """The program of `links`, with `executables` for its chains."""
-        steps = []
-        for link in links:
-            weights = tuple(self.weights.get(path, ()) for path in link.paths)
-            executable = executables[link.chain]
-            steps.append((executable, weights, self._layer(link.layer), link.chain.takes, link.chain.gives))
-        return Program(tuple(results), steps)
+        dispatches = [
+            Dispatch(
+                executables[link.chain],
+                tuple(self.weights[path] if path else () for path in link.paths),
+                None if link.places is None else {kind: self._scalar(place) for kind, place in link.places},
+                link.chain.takes,
+                link.chain.gives,
+            )
+            for link in links
+        ]
+        return Program(dispatches, tuple(results))
 
     def run(self, program: Program, values: dict[str, Any]) -> dict[str, Any]:
         """Run `program` on the state and further `values`; returns its results, of which state is kept.
@@ -197,24 +223,31 @@ class Executor:
         Only enqueues: it neither waits for the device nor looks at a device value.
         """
         named = self.state | values
-        for executable, weights, layer, takes, gives in program.steps:
-            results = executable(weights, layer, *[named[name] for name in takes])
-            named.update(zip(gives, results))
-        self.dispatches += len(program.steps)
+        for executable, weights, places, takes, gives in program.dispatches:
+            named.update(zip(gives, executable(weights, places, *[named[name] for name in takes]), strict=True))
+        self.dispatched += len(program.dispatches)
         results = {name: named[name] for name in program.results}
         self.state.update((name, value) for name, value in results.items() if name in self.state)
         return results
 
-    def _layer(self, layer: int | None) -> jax.Array | None:
-        """The layer index as a device scalar, one per layer."""
-        if layer is None:
-            return None
-        if layer not in self._layers:
-            self._layers[layer] = jax.device_put(jnp.int32(layer), NamedSharding(self.mesh, REPLICATED))
-        return self._layers[layer]
-
     def close(self) -> None:
         """Free weights and state on the device."""
-        for leaf in jax.tree.leaves((self.weights, self.state, self._layers)):
+        for leaf in jax.tree.leaves((self.weights, self.state, self._scalars)):
             leaf.delete()
-        self.weights, self.state, self._layers = {}, {}, {}
+        self.weights, self.state, self._scalars = {}, {}, {}
+
+    def _scalar(self, value: int) -> jax.Array:
+        """`value` as an int32 on the device, one array for all uses."""
+        if value not in self._scalars:
+            self._scalars[value] = jax.device_put(jnp.int32(value), NamedSharding(self.mesh, REPLICATED))
+        return self._scalars[value]
+
+
+def allocate(state: dict[str, Any], mesh: Mesh) -> dict[str, Any]:
+    """Device arrays of zeros for the abstract `state`, each in its place on the mesh."""
+    placed = {
+        name: jax.tree.map(lambda _, name=name: NamedSharding(mesh, value_partition(name)), value)
+        for name, value in state.items()
+    }
+    zeros = jax.jit(lambda: jax.tree.map(lambda aval: jnp.zeros(aval.shape, aval.dtype), state), out_shardings=placed)
+    return zeros()

@@ -27,7 +27,7 @@ WEIGHT_PARTITIONS = [
     (r"o_proj\.weight", PartitionSpec(None, TP)),
     (r"(embedding|lm_head\.weight)", PartitionSpec(TP)),
     (r"(qkv_a|kv_a|router)\.weight", REPLICATED),
-    (r"(.*_)?norm\.weight|router\.bias", REPLICATED),
+    (r"(residual\.|.*_)?norm\.weight|router\.bias", REPLICATED),
 ]
 
 # Values that travel between pieces, by name; what is not listed is replicated.

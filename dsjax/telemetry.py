@@ -1,6 +1,6 @@
 """Process-wide counters, and warnings that are said once.
 
-Whenever dsjax takes a slower way than it could, it warns once and counts every time.
+Whenever dsjax chooses a slower way than it could, it warns once and counts each such choice.
 """
 
 import logging

@@ -24,16 +24,13 @@ class Activity:
     def __init__(self, engine: "Engine", clock: Callable[[], float] = time.monotonic):
         self._engine, self._clock = engine, clock
         self._active = False
-        self._generated = self._prefilled = 0
+        self._generated = 0
         self._logged, self._logged_at = self._stats(), clock()
         self._reported, self._reported_at = self._logged, self._logged_at
 
     def count(self, updates: Sequence[Update]) -> None:
         """Take in what a step produced."""
-        for update in updates:
-            self._generated += len(update.tokens)
-            if len(update.request.outputs) == len(update.tokens):  # its first tokens: the prefill is over
-                self._prefilled += len(update.request.prompt)
+        self._generated += sum(len(update.tokens) for update in updates)
 
     def log(self) -> None:
         """Log a line if one is due: every few seconds while there is work, and when it ends."""
@@ -55,22 +52,25 @@ class Activity:
         return self._reported
 
     def _open(self) -> tuple[int, int]:
-        return len(self._engine.scheduler.running), len(self._engine.scheduler.waiting)
+        return self._engine.running, self._engine.waiting
 
     def _stats(self) -> Stats:
-        running, waiting = self._open()
-        counts = self._engine.runner.counts
-        in_prefill = (request for request in self._engine.scheduler.running if not request.outputs)
-        prefilled = self._prefilled + sum(min(request.computed, len(request.prompt)) for request in in_prefill)
-        programs = dict(counts.programs)
-        return Stats(running, waiting, prefilled, self._generated, counts.tokens, counts.padding, programs)
+        counts = self._engine.counts
+        return Stats(
+            *self._open(),
+            counts.prefill_tokens,
+            self._generated,
+            counts.tokens,
+            counts.padding,
+            dict(counts.programs),
+        )
 
 
 def describe(before: Stats, now: Stats, seconds: float) -> str:
     """The log line for the `seconds` between two statistics."""
     seconds = max(seconds, 1e-3)
     generated = (now.generated_tokens - before.generated_tokens) / seconds
-    prefilled = max(now.prefill_tokens - before.prefill_tokens, 0) / seconds
+    prefilled = (now.prefill_tokens - before.prefill_tokens) / seconds
     padding, computed = now.padding_tokens - before.padding_tokens, now.computed_tokens - before.computed_tokens
     share = padding / (padding + computed) if padding + computed else 0.0
     runs = Counter(now.program_runs) - Counter(before.program_runs)

@@ -7,19 +7,18 @@ import jax.numpy as jnp
 import numpy as np
 
 from dsjax.aot.compile import compile_programs
+from dsjax.aot.ladders import Buckets
 from dsjax.aot.planner import ProgramKey, plan_programs, state_avals
 from dsjax.checkpoint.load import Weights, load_weights
 from dsjax.config import ModelConfig
-from dsjax.engine.options import Buckets
 from dsjax.engine.packing import pack_step
 from dsjax.engine.request import Limits, Request, SamplingParams
-from dsjax.engine.runner import allocate
 from dsjax.engine.scheduler import Scheduler
-from dsjax.engine.step_layout import StepShape
 from dsjax.model import abstract_model
 from dsjax.pallas_kernels import Ops
-from dsjax.segments import Executor
+from dsjax.segments import Executor, allocate
 from dsjax.sharding import TensorParallel, make_mesh
+from dsjax.step.layout import StepShape
 from tests.conftest import GOLDEN
 
 
@@ -36,7 +35,7 @@ def forward(
     mesh = make_mesh(tp)
     model = abstract_model(config, "float32", Ops.for_target("cpu"), TensorParallel(tp))
     keys = [ProgramKey("mixed", count), ProgramKey("tail", count)]
-    planned = [p for p in plan_programs(model, Buckets((count,), (1,), (count,)), count, "layer") if p.key in keys]
+    planned = [p for p in plan_programs(model, Buckets((count,), (count,), (count,)), "layer") if p.key in keys]
     pages = {kind.name: kind.pages_for(count) for kind in model.page_kinds}
     state = state_avals(model.page_kinds, pages, rows=count, max_tokens=count)
     compiled, _ = compile_programs(planned, state, mesh, model.dtype)

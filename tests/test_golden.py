@@ -40,7 +40,8 @@ class TestAgainstTransformers:
         answers = llm.generate([expected[f"prompt_{i}"].tolist() for i in range(3)], GREEDY)
         assert [answer.token_ids for answer in answers] == [expected[f"greedy_{i}"].tolist() for i in range(3)]
         used = llm.engine.runner.counts.programs
-        assert used["mixed[64]"] and used["decode[8]"]
+        assert used["mixed[64]"] > 0
+        assert used["decode[8]"] > 0
 
 
 def test_op_by_op_agrees(make_llm: Callable[..., LLM]):

@@ -13,7 +13,7 @@ from dsjax.aot.planner import ProgramKey
 from dsjax.engine.packing import pack_step
 from dsjax.engine.request import Request
 from dsjax.engine.scheduler import Step
-from dsjax.engine.step_layout import StepShape, step_layout
+from dsjax.step.layout import StepShape, step_layout
 
 BUCKET = 16
 GREEDY = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
@@ -106,17 +106,17 @@ def test_nan_hidden_rows_stay_in_their_places(make_llm):
     step = harness.scheduled(prompts([3, 6]))
     clean = harness.run(step, poison=False)
     program = llm.engine.runner.programs[ProgramKey("mixed", BUCKET)]
-    embed = next(i for i, link in enumerate(program.steps) if "x" in link[4])
-    original = program.steps[embed]
+    embed = next(i for i, dispatch in enumerate(program.dispatches) if dispatch.gives == ("x",))
+    original = program.dispatches[embed]
 
     def embed_with_nan(*arguments: Any) -> tuple:
-        (x,) = original[0](*arguments)
+        (x,) = original.executable(*arguments)
         return (x.at[step.num_tokens :].set(jnp.nan),)
 
-    program.steps[embed] = (embed_with_nan, *original[1:])
+    program.dispatches[embed] = original._replace(executable=embed_with_nan)
     try:
         poisoned = harness.run(step, poison=False)
     finally:
-        program.steps[embed] = original
+        program.dispatches[embed] = original
         harness.forget(2)
     np.testing.assert_array_equal(clean, poisoned)

@@ -7,9 +7,9 @@ import pytest
 
 from dsjax import LLM
 from dsjax.aot.compile import donated_bytes
+from dsjax.aot.ladders import Buckets
 from dsjax.aot.planner import ProgramKey, plan_programs
 from dsjax.config import ModelConfig
-from dsjax.engine.options import Buckets
 from dsjax.model import abstract_model
 from dsjax.pallas_kernels import Ops
 from dsjax.segments import Link
@@ -18,9 +18,9 @@ from tests.conftest import GOLDEN
 PIECES = 4
 
 
-def body(granularity: str, kind: str = "mixed") -> tuple[Link, ...]:
+def body(plan: str, kind: str = "mixed") -> tuple[Link, ...]:
     model = abstract_model(ModelConfig.load(GOLDEN / "v3"), "float32", Ops.for_target("cpu"))
-    planned = plan_programs(model, Buckets((16,), (8,), (8,)), rows=8, granularity=granularity)
+    planned = plan_programs(model, Buckets((16,), (8,), (8,)), plan)
     return next(program.links for program in planned if program.key.kind == kind)
 
 
@@ -37,16 +37,16 @@ def test_one_executable_per_kind_of_layer():
 
 
 def test_layers_are_arguments_within_a_layer_and_constants_across():
-    assert [link.layer for link in body("layer")] == [None, 0, 1, 2, None]
+    assert [link.places for link in body("layer")] == [(), *((("latent", i),) for i in range(3)), ()]
     [step] = body("step")
-    assert step.layer is None
-    assert set(step.chain.layers) == {None, 0, 1, 2}
+    assert step.places is None
+    assert set(step.chain.places) == {(), *((("latent", i),) for i in range(3))}
 
 
-@pytest.mark.parametrize("granularity", ["piece", "layer", "step"])
-def test_every_value_is_given_before_it_is_taken(granularity: str):
+@pytest.mark.parametrize("plan", ["piece", "layer", "step"])
+def test_every_value_is_given_before_it_is_taken(plan: str):
     known = {"packed", "pools", "page_tables", "last_tokens", "sampling"}
-    for link in body(granularity):
+    for link in body(plan):
         assert set(link.chain.takes) <= known
         known |= set(link.chain.gives)
     assert {"hidden", "samples", "pools", "page_tables"} <= known
@@ -70,7 +70,7 @@ def test_caches_are_updated_in_place(make_llm: Callable[..., LLM], plan: str):
     pool_copy = re.compile(rf"= \S*\[{','.join(map(str, pool.shape))}\]\S* copy\(")
     writers = 0
     for program in runner.programs.values():
-        for executable, *_ in program.steps:
+        for executable, *_ in program.dispatches:
             donated = donated_bytes(executable)
             assert executable.memory_analysis().alias_size_in_bytes >= donated
             assert not pool_copy.search(executable.as_text())
@@ -84,5 +84,5 @@ def test_dispatches_per_step(make_llm: Callable[..., LLM]):
     for plan in ("step", "layer", "piece"):
         runner = make_llm(plan=plan).engine.runner
         keys = ProgramKey("decode", 8), ProgramKey("tail", 8)
-        counts[plan] = tuple(len(runner.programs[key].steps) for key in keys)
+        counts[plan] = tuple(len(runner.programs[key].dispatches) for key in keys)
     assert counts == {"step": (1, 1), "layer": (5, 1), "piece": (15, 3)}

@@ -3,6 +3,7 @@
 import logging
 import math
 import os
+import re
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -17,8 +18,9 @@ from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import Mesh, NamedSharding
 
 from dsjax.aot.planner import PlannedProgram, ProgramKey
+from dsjax.aot.targets import target_of
 from dsjax.aot.xla_options import compiler_options
-from dsjax.segments import Chain
+from dsjax.segments import Chain, Link
 from dsjax.sharding import REPLICATED, value_partition, weight_partition
 from dsjax.telemetry import count, counters, warn_once
 
@@ -30,7 +32,7 @@ _COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 
 
 def count_compiles() -> None:
-    """From now on, count everything that XLA compiles in this process, dsjax's or not, as "compiles"."""
+    """From now on, count as "compiles" whatever this process compiles, or loads from the compilation cache instead."""
     if "compiles" not in counters:
         counters["compiles"] = 0
         jax.monitoring.register_event_duration_secs_listener(
@@ -68,21 +70,21 @@ def dot_precision(dtype: Any) -> AbstractContextManager:
 def compile_programs(
     planned: Sequence[PlannedProgram], state: Mapping[str, Any], mesh: Mesh, dtype: Any
 ) -> tuple[Executables, CompileReport]:
-    """Compile each distinct chain of each program for `mesh`, given the abstract `state` and the model's `dtype`."""
+    """Compile each distinct chain of each program for `mesh`, given the abstract `state` and the model's `dtype`.
+
+    Raises RuntimeError if an executable would copy a cache instead of updating it in place.
+    """
     begin = time.perf_counter()
     with dot_precision(dtype):
         lowered = {program.key: _lower(program, state, mesh) for program in planned}
     middle = time.perf_counter()
-    options = compiler_options("cuda" if mesh.devices.flat[0].platform == "gpu" else "cpu")
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
+    options = compiler_options(target_of(mesh.devices.flat[0]))
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as threads:
         futures = {
-            key: {chain: pool.submit(one.compile, compiler_options=options) for chain, one in chains.items()}
+            key: {chain: threads.submit(_compile, chain, one, options) for chain, one in chains.items()}
             for key, chains in lowered.items()
         }
         compiled = {key: {chain: f.result() for chain, f in chains.items()} for key, chains in futures.items()}
-    for chains in compiled.values():
-        for chain, executable in chains.items():
-            _check_in_place(chain, executable)
     number = sum(map(len, compiled.values()))
     report = CompileReport(number, middle - begin, time.perf_counter() - middle)
     logger.info("%d executables: lowered in %.1f s, compiled in %.1f s", number, report.lower_s, report.compile_s)
@@ -93,38 +95,54 @@ def eager_programs(planned: Sequence[PlannedProgram], dtype: Any) -> Executables
     """Programs that run op by op, nothing compiled as a whole: for comparison, on one device only."""
 
     def op_by_op(chain: Chain):
-        def run(weights, layer, *values):
+        def run(weights, places, *values):
             with dot_precision(dtype):
-                return chain.run(weights, layer, *values, jit=False)
+                return chain.run(weights, places, *values, jit=False)
 
         return run
 
     return {p.key: {link.chain: op_by_op(link.chain) for link in p.links} for p in planned}
 
 
+def donated_arguments(executable: Any) -> list[Any]:
+    """Shape and dtype of the arguments that `executable` may overwrite. All of them are replicated values."""
+    return [info for info in jax.tree.leaves(executable.args_info) if info.donated]
+
+
 def donated_bytes(executable: Any) -> int:
-    """Bytes of the arguments that `executable` is allowed to overwrite. All of them are replicated values."""
-    arguments = jax.tree.leaves(executable.args_info)
-    return sum(math.prod(info.shape) * info.dtype.itemsize for info in arguments if info.donated)
+    """Bytes of the arguments that `executable` may overwrite."""
+    return sum(math.prod(info.shape) * info.dtype.itemsize for info in donated_arguments(executable))
+
+
+def _compile(chain: Chain, lowered: Any, options: dict[str, Any]) -> Any:
+    executable = lowered.compile(compiler_options=options)
+    _check_in_place(chain, executable)
+    return executable
 
 
 def _check_in_place(chain: Chain, executable: Any) -> None:
-    """Raise RuntimeError if the executable copies a donated value (a cache, say) instead of updating it in place."""
+    """Raise RuntimeError unless every donated argument is updated in place and no cache is copied on the way."""
     aliased = executable.memory_analysis().alias_size_in_bytes
     if aliased < donated_bytes(executable):
         raise RuntimeError(f"{chain.name} updates {aliased} of {donated_bytes(executable)} donated bytes in place.")
+    if "pools" in chain.gives:
+        pools = {",".join(map(str, info.shape)) for info in donated_arguments(executable) if len(info.shape) == 4}
+        copies = re.findall(rf"= \w+\[(?:{'|'.join(pools)})\]\S* copy\(", executable.as_text())
+        if copies:
+            raise RuntimeError(f"{chain.name} copies a cache: {copies[0]}.")
 
 
 def _lower(program: PlannedProgram, state: Mapping[str, Any], mesh: Mesh) -> dict[Chain, Any]:
     """The lowered chains of one program; the abstract results of each chain are the arguments of later ones."""
     named = {name: _placed(value, name, mesh) for name, value in (dict(state) | program.arguments).items()}
-    lowered = {}
+    lowered: dict[Chain, Any] = {}
     for link in program.links:
         chain = link.chain
         if chain in lowered:
             continue
-        layer = None if link.layer is None else _aval((), jnp.int32, mesh, REPLICATED)
-        traced = chain.sharded(mesh).trace(_weight_avals(chain, mesh), layer, *(named[name] for name in chain.takes))
+        name = re.sub(r"\W+", "_", f"{program.key}_{chain.name}")
+        arguments = _weight_avals(chain, mesh), _place_avals(link, mesh), *(named[name] for name in chain.takes)
+        traced = chain.sharded(mesh, name).trace(*arguments)
         lowered[chain] = traced.lower()
         named |= {name: _placed(out, name, mesh) for name, out in zip(chain.gives, traced.out_info, strict=True)}
     return lowered
@@ -135,6 +153,12 @@ def _weight_avals(chain: Chain, mesh: Mesh) -> tuple[tuple[jax.ShapeDtypeStruct,
         tuple(_aval(shape, dtype, mesh, weight_partition(path)) for path, shape, dtype in segment.weights)
         for segment in chain.segments
     )
+
+
+def _place_avals(link: Link, mesh: Mesh) -> dict[str, jax.ShapeDtypeStruct] | None:
+    if link.places is None:
+        return None
+    return {kind: _aval((), jnp.int32, mesh, REPLICATED) for kind, _ in link.places}
 
 
 def _placed(value: Any, name: str, mesh: Mesh) -> Any:

@@ -2,13 +2,28 @@
 
 from bisect import bisect_left
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 # (largest bucket of the stretch, distance between its buckets). Cost is flat below 128 tokens, and sizes that are no
 # multiple of 8 add padding kernels around every cuBLAS call.
 _TOKEN_STRETCHES = ((16, 8), (32, 16), (128, 32), (256, 16), (512, 32), (1024, 64), (4096, 256))
 _LAST_DISTANCE = 512
 _FIRST_ROWS = (1, 2, 4, 8, 16)
-_TAIL_ROWS = (1, 8, 32, 128, 512)
+_TAIL_ROWS = (1, 4, 16, 32, 64, 128, 256, 512)
+
+
+@dataclass(frozen=True)
+class Buckets:
+    """The buckets of a deployment: tokens of mixed bodies, rows of decode bodies, rows of tails."""
+
+    tokens: tuple[int, ...]
+    decode: tuple[int, ...]
+    tails: tuple[int, ...]
+
+    @property
+    def rows(self) -> int:
+        """max_num_seqs: the size of all row-side arrays."""
+        return self.decode[-1]
 
 
 def token_ladder(largest: int) -> tuple[int, ...]:

@@ -11,15 +11,14 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 
+from dsjax.aot.ladders import Buckets
 from dsjax.cache.kinds import PageKind
-from dsjax.engine.options import Buckets
-from dsjax.engine.sampler import Sample, SamplingState, SetRows
-from dsjax.engine.step_inputs import Collect, Prepare, SampleInputs, Trim
-from dsjax.engine.step_layout import StepShape, row_layout, step_layout
 from dsjax.model import Model
 from dsjax.segments import Call, Link, Segment, cut
+from dsjax.step.inputs import Collect, Prepare, SampleInputs, Trim
+from dsjax.step.layout import StepShape, row_layout, step_layout
+from dsjax.step.sampler import Sample, SamplingState, SetRows
 
 
 class ProgramKey(NamedTuple):
@@ -42,58 +41,63 @@ class PlannedProgram:
     arguments: dict[str, Any]
 
 
-def plan_programs(model: Model, buckets: Buckets, rows: int, granularity: str) -> list[PlannedProgram]:
-    """Every program of a deployment with `rows` = max_num_seqs, cut by `granularity`."""
-    interned: dict[Segment, Segment] = {}
-    bodies = [("decode", bucket) for bucket in buckets.decode] + [("mixed", bucket) for bucket in buckets.tokens]
-    planned = [_body(model, ProgramKey(*key), rows, granularity, interned) for key in bodies]
-    planned += [_tail(model, bucket, rows, granularity) for bucket in buckets.tails]
-    return [*planned, _set_rows(rows, granularity)]
+def plan_programs(model: Model, buckets: Buckets, plan: str) -> list[PlannedProgram]:
+    """Every program of a deployment, cut by `plan`."""
+    layers = _layer_calls(model)
+    keys = [ProgramKey("decode", bucket) for bucket in buckets.decode]
+    keys += [ProgramKey("mixed", bucket) for bucket in buckets.tokens]
+    planned = [_body(model, layers, key, buckets.rows, plan) for key in keys]
+    planned += [_tail(model, bucket, buckets.rows, plan) for bucket in buckets.tails]
+    return [*planned, _set_rows(buckets.rows, plan)]
 
 
 def state_avals(kinds: Sequence[PageKind], pages: dict[str, int], rows: int, max_tokens: int) -> dict[str, Any]:
     """Shapes of the device state: pools of `pages` per kind, page tables of `rows` rows of `max_tokens` tokens."""
     pools = {pool.name: _aval(pool.shape(pages[kind.name]), pool.dtype) for kind in kinds for pool in kind.pools}
     tables = {kind.name: _aval((rows, kind.pages_for(max_tokens))) for kind in kinds}
-    sampling = SamplingState(*(_aval(shape, dtype) for shape, dtype in SamplingState.shapes(rows)))
+    sampling = jax.tree.map(lambda value: _aval(value.shape, value.dtype), SamplingState.empty(rows))
     return {"pools": pools, "page_tables": tables, "sampling": sampling, "last_tokens": _aval((rows,))}
 
 
-def _body(model: Model, key: ProgramKey, rows: int, granularity: str, interned: dict) -> PlannedProgram:
-    shape = StepShape(tokens=key.bucket, rows=rows, has_prefill=key.kind == "mixed")
-    calls = [_call("prepare", Prepare(shape, model.page_kinds, model.ropes), interned)]
-    calls.append(_call("embed", model.embed, interned, "embed"))
+def _layer_calls(model: Model) -> list[Call]:
+    """Embedding and layers. Equal segments are one object, so that each is traced once."""
+    interned: dict[Segment, Segment] = {}
+    calls = [Call(Segment.of("embed", model.embed), "embed")]
     for index, layer in enumerate(model.layers):
-        calls += [_call(name, getattr(layer, name), interned, f"layers.{index}.{name}", index) for name in layer.PIECES]
-    calls.append(_call("collect", Collect(), interned))
+        for name in layer.PIECES:
+            segment = Segment.of(name, getattr(layer, name))
+            segment = interned.setdefault(segment, segment)
+            calls.append(Call(segment, f"layers.{index}.{name}", index, layer.places))
+    return calls
+
+
+def _body(model: Model, layers: list[Call], key: ProgramKey, rows: int, plan: str) -> PlannedProgram:
+    shape = StepShape(tokens=key.bucket, rows=rows, has_prefill=key.kind == "mixed")
+    prepare = Segment.of("prepare", Prepare(shape, model.page_kinds, model.ropes))
+    calls = [Call(prepare), *layers, Call(Segment.of("collect", Collect()))]
     results = ("page_tables", "pools", "samples", "hidden")
     packed = _aval((step_layout(shape, model.page_kinds).size,))
-    return PlannedProgram(key, tuple(cut(calls, granularity, results)), results, {"packed": packed})
+    return PlannedProgram(key, tuple(cut(calls, plan, results)), results, {"packed": packed})
 
 
-def _tail(model: Model, bucket: int, rows: int, granularity: str) -> PlannedProgram:
-    calls = [
-        _call("trim", Trim(bucket), {}),
-        _call("head", model.head, {}, "head"),
-        _call("sample", Sample(), {}),
-    ]
+def _tail(model: Model, bucket: int, rows: int, plan: str) -> PlannedProgram:
+    trim, head, sample = (
+        Segment.of("trim", Trim(bucket)),
+        Segment.of("head", model.head),
+        Segment.of("sample", Sample()),
+    )
     results = ("last_tokens", "tokens", "logits")
-    hidden = _aval((rows, model.config.hidden_size), model.dtype)
-    arguments = {"hidden": hidden, "samples": SampleInputs(*[_aval((rows,))] * 3)}
-    return PlannedProgram(ProgramKey("tail", bucket), tuple(cut(calls, granularity, results)), results, arguments)
+    links = cut([Call(trim), Call(head, "head"), Call(sample)], plan, results)
+    hidden = _aval((rows, *model.hidden_shape), model.dtype)
+    samples = SampleInputs(*[_aval((rows,))] * len(SampleInputs._fields))
+    return PlannedProgram(ProgramKey("tail", bucket), tuple(links), results, {"hidden": hidden, "samples": samples})
 
 
-def _set_rows(rows: int, granularity: str) -> PlannedProgram:
-    links = cut([_call("set_rows", SetRows(rows), {})], granularity, ["sampling"])
+def _set_rows(rows: int, plan: str) -> PlannedProgram:
+    links = cut([Call(Segment.of("set_rows", SetRows(rows)))], plan, ["sampling"])
     arguments = {"packed": _aval((row_layout(rows).size,))}
     return PlannedProgram(ProgramKey("set_rows", rows), tuple(links), ("sampling",), arguments)
 
 
-def _call(name: str, piece: nnx.Module, interned: dict, path: str = "", layer: int | None = None) -> Call:
-    """Equal segments are made one object, so that each is traced once."""
-    segment = Segment.of(name, piece)
-    return Call(interned.setdefault(segment, segment), path, layer)
-
-
-def _aval(shape: tuple[int, ...], dtype: Any = jnp.int32) -> jax.ShapeDtypeStruct:
+def _aval(shape: tuple[int, ...], dtype: Any = jnp.int32) -> Any:
     return jax.ShapeDtypeStruct(shape, dtype)

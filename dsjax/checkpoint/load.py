@@ -33,7 +33,8 @@ def load_weights(model: Model, folder: Path, mesh: Mesh) -> Weights:
 
     def make(path: str, leaf: Any, sharding: NamedSharding) -> jax.Array:
         source = sources[path]
-        host = np.asarray(source.arrange([tensors[name] for name, _ in source.tensors]), leaf.dtype)
+        arranged = source.arrange([tensors[name] for name, _ in source.tensors])
+        host = np.array(arranged, leaf.dtype)  # a copy: device arrays on CPUs would share the mapped file
         return jax.make_array_from_callback(leaf.shape, sharding, lambda index: host[index])
 
     return _each_leaf(model, mesh, make)

@@ -60,8 +60,8 @@ def is_ignored(config: ModelConfig, name: str) -> bool:
 def _norms(config: ModelConfig, prefix: str) -> dict[str, Source]:
     shape = (config.hidden_size,)
     return {
-        "attn_in.norm.weight": Source(((f"{prefix}input_layernorm.weight", shape),)),
-        "attn_out.norm.weight": Source(((f"{prefix}post_attention_layernorm.weight", shape),)),
+        "attn_in.residual.norm.weight": Source(((f"{prefix}input_layernorm.weight", shape),)),
+        "attn_out.residual.norm.weight": Source(((f"{prefix}post_attention_layernorm.weight", shape),)),
     }
 
 

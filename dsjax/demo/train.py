@@ -127,11 +127,12 @@ def forward(model: Model, params: dict, tokens: jax.Array, drop) -> tuple[jax.Ar
     x, loads = drop(pieces["embed"](inputs)[0]), []
     for index in range(config.num_layers):
         layer = {name: pieces[f"layers.{index}.{name}"] for name in model.layers[index].PIECES}
-        q, latent = layer["attn_in"].project(x, cos, sin)
+        h, mix = layer["attn_in"].residual.enter(x)
+        q, latent = layer["attn_in"].project(h, cos, sin)
         o = causal_attention(layer["attention"], q, latent, batch)
-        after, *ffn_inputs = layer["attn_out"](x, drop(o), inputs)
-        if len(ffn_inputs) > 1:
-            loads.append(jnp.bincount(ffn_inputs[1].reshape(-1), length=config.moe.router.num_experts))
+        after, *ffn_inputs = layer["attn_out"](x, drop(o), mix, inputs)
+        if len(ffn_inputs) > 2:
+            loads.append(jnp.bincount(ffn_inputs[2].reshape(-1), length=config.moe.router.num_experts))
         (with_ffn,) = layer["ffn"](after, *ffn_inputs)
         x = after + drop(with_ffn - after)
     return pieces["head"](x)[0], loads

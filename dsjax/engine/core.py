@@ -1,5 +1,6 @@
-"""The engine: scheduler and runner in step. Results are read one step behind, so the device never waits for the host."""
+"""The engine: scheduler and runner in step. Results are read one step behind: the device need not wait for the host."""
 
+from collections import deque
 from pathlib import Path
 from typing import NamedTuple
 
@@ -34,7 +35,7 @@ class Engine:
             step_tokens=self.runner.buckets.tokens[-1],
             eos_token_ids=config.eos_token_ids,
         )
-        self._pending: _Pending | None = None
+        self._pending: deque[_Pending] = deque()
         self._death: str | None = None
 
     @property
@@ -44,7 +45,7 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether `step` has something to do."""
-        return self.scheduler.has_work or self._pending is not None
+        return self.scheduler.has_work or bool(self._pending)
 
     @property
     def running(self) -> int:
@@ -71,45 +72,73 @@ class Engine:
         return self.scheduler.abort(request_id)
 
     def step(self) -> list[Update]:
-        """Enqueue the next step, then read the tokens of the one before. Raises EngineDeadError if the device fails."""
+        """Enqueue the next step, then read the tokens of the one before. Raises EngineDeadError if the device fails.
+
+        An interrupt while it waits for tokens loses nothing: the next call reads them.
+        """
         self._check_alive()
-        try:
-            scheduled = self.scheduler.schedule()
-            before, self._pending = self._pending, None
-            if scheduled is not None:
-                self._pending = _Pending(scheduled, self.runner.dispatch(scheduled))
-            return self._collect(before) if before else []
-        except jax.errors.JaxRuntimeError as error:
-            self._death = f"The engine stopped because the device failed: {error}"
-            raise EngineDeadError(self._death) from error
+        enqueued = self._enqueue()
+        if len(self._pending) > enqueued:
+            return self._collect_oldest()
+        if self.scheduler.has_work and not enqueued:
+            self._death = "The engine stopped: there are open requests, but none of them can run."
+            raise EngineDeadError(self._death)
+        return []
 
     def logits(self, tokens: list[int], chunk_tokens: int | None = None) -> np.ndarray:
         """Teacher-forced logits after every token of `tokens`: float32 [len(tokens), V], through the compiled programs.
 
-        `chunk_tokens` cuts the tokens into chunks of that size (at most max_num_seqs). The engine must be idle.
+        `chunk_tokens` cuts the tokens into chunks of that size (at most max_num_seqs). No request may be open.
         """
-        if self.has_work:
+        if self.scheduler.has_work:
             raise OptionError("logits needs an idle engine; let the open requests end first.")
-        size = min(chunk_tokens or self.runner.rows, self.runner.rows, self.scheduler.step_tokens)
+        largest = min(self.runner.rows, self.scheduler.step_tokens)
+        if chunk_tokens is not None and chunk_tokens < 1:
+            raise OptionError(f"chunk_tokens is {chunk_tokens}, expected at least 1.")
+        while self._pending:
+            self._collect_oldest()
         request = Request.create("logits", tokens, SamplingParams(temperature=0, max_tokens=1), self.limits)
         self.add(request)
-        rows = []
-        while request.remaining:
-            step = self.scheduler.schedule(step_tokens=size)
-            assert step is not None, "an idle engine can always admit a request that passed its limits"
-            rows.append(jax.device_get(self.runner.dispatch(step, collect_all=True).logits)[: step.num_tokens])
-        self.abort(request.id)
-        return np.concatenate(rows)
+        try:
+            return np.concatenate(self._chunk_logits(request, min(chunk_tokens or largest, largest)))
+        finally:
+            self.abort(request.id)
 
     def close(self) -> None:
         """Free all device memory. The engine cannot be used afterwards."""
-        self._pending = None
+        self._pending.clear()
         self._death = self._death or "The engine is closed."
         self.runner.close()
 
-    def _collect(self, pending: _Pending) -> list[Update]:
-        tokens = self.runner.read(pending.result, len(pending.step.sampling))
-        return self.scheduler.collect(pending.step, tokens)
+    def _enqueue(self) -> bool:
+        """Schedule and enqueue the next step, if there is one."""
+        try:
+            scheduled = self.scheduler.schedule()
+            if scheduled is not None:
+                self._pending.append(_Pending(scheduled, self.runner.dispatch(scheduled)))
+        except BaseException as error:  # requests are counted forward: without this step their tokens would be wrong
+            self._death = f"The engine stopped while it enqueued a step ({type(error).__name__}: {error})."
+            raise
+        return scheduled is not None
+
+    def _collect_oldest(self) -> list[Update]:
+        step, result = self._pending[0]
+        try:
+            tokens = self.runner.read(result, len(step.sampling))
+        except jax.errors.JaxRuntimeError as error:
+            self._death = f"The engine stopped because the device failed: {error}"
+            raise EngineDeadError(self._death) from error
+        self._pending.popleft()
+        return self.scheduler.collect(step, tokens)
+
+    def _chunk_logits(self, request: Request, chunk_tokens: int) -> list[np.ndarray]:
+        chunks = []
+        while request.remaining:
+            step = self.scheduler.schedule(chunk_tokens)
+            assert step is not None, "an idle engine can always admit a request that passed its limits"
+            result = self.runner.dispatch(step, collect_all=True)
+            chunks.append(jax.device_get(result.logits)[: step.num_tokens])
+        return chunks
 
     def _check_alive(self) -> None:
         if self._death is not None:

@@ -55,7 +55,7 @@ class LLM:
         begin = time.perf_counter()
         folder = resolve_model(model)
         self.tokenizer = Tokenizer.load(folder)
-        self.engine = Engine(folder, EngineOptions(**options))
+        self.engine = Engine(folder, EngineOptions.create(**options))
         self._ids = (f"llm-{number}" for number in itertools.count())
         self._answers: dict[str, list[Delta]] = {}
         self._streams: dict[str, TextStream] = {}

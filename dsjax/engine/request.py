@@ -1,12 +1,14 @@
 """Requests and their sampling parameters. No JAX here: the server's HTTP process uses this module too."""
 
-import math
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from numbers import Integral, Real
 from typing import Any
 
 from dsjax.errors import RequestError
+
+LARGEST_FLOAT32 = 3.4028234e38
 
 
 @dataclass(frozen=True)
@@ -25,25 +27,20 @@ class SamplingParams:
     ignore_eos: bool = False
 
     def __post_init__(self):
-        _check(
-            "temperature",
-            self.temperature,
-            float,
-            lambda v: 0 <= v < math.inf,
-            "a finite number of at least 0",
-        )
-        _check("top_p", self.top_p, float, lambda v: 0 < v <= 1, "a number above 0 and at most 1")
-        _check("top_k", self.top_k, int, lambda v: -1 <= v < 2**31, "an integer of at least -1 (0 and -1: off)")
+        self._check("temperature", Real, lambda v: 0 <= v <= LARGEST_FLOAT32, "a finite number of at least 0")
+        self._check("top_p", Real, lambda v: 0 < v <= 1, "a number above 0 and at most 1")
+        self._check("top_k", Integral, lambda v: -1 <= v < 2**31, "an integer of at least -1 (0 and -1: off)")
         if self.max_tokens is not None:
-            _check("max_tokens", self.max_tokens, int, lambda v: v >= 1, "an integer of at least 1")
+            self._check("max_tokens", Integral, lambda v: v >= 1, "an integer of at least 1")
         if self.seed is not None:
-            _check("seed", self.seed, int, lambda v: -(2**63) <= v < 2**63, "a 64-bit integer")
+            self._check("seed", Integral, lambda v: -(2**63) <= v < 2**63, "a 64-bit integer")
 
-
-def _check(name: str, value: Any, kind: type, accepts, expected: str) -> None:
-    kinds = (int, float) if kind is float else (int,)
-    if isinstance(value, bool) or not isinstance(value, kinds) or not accepts(value):
-        raise RequestError(f"{name} is {value!r}, expected {expected}.", param=name)
+    def _check(self, name: str, kind: type, accepts: Callable[[Any], bool], expected: str) -> None:
+        """Check the field `name`, and keep it as a plain int or float (NumPy numbers are welcome)."""
+        value = getattr(self, name)
+        if isinstance(value, bool) or not isinstance(value, kind) or not accepts(value):
+            raise RequestError(f"{name} is {value!r}, expected {expected}.", param=name)
+        object.__setattr__(self, name, int(value) if kind is Integral else float(value))  # pyright: ignore
 
 
 @dataclass(frozen=True)

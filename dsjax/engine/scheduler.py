@@ -29,10 +29,15 @@ class Chunk:
     samples: bool
     new_pages: dict[str, list[tuple[int, int]]]
 
+    @property
+    def is_decode(self) -> bool:
+        """Whether it goes through the decode kernel: a single token, be it a new one or the last of a prompt."""
+        return self.length == 1
+
 
 @dataclass
 class Step:
-    """Work for one step: chunks, decode tokens (length 1) first. `admitted` requests have just got their rows."""
+    """Work for one step: chunks, decode tokens first. `admitted` requests have just got their rows."""
 
     chunks: list[Chunk] = field(default_factory=list)
     admitted: list[Request] = field(default_factory=list)
@@ -43,12 +48,12 @@ class Step:
 
     @property
     def num_decode(self) -> int:
-        return sum(chunk.length == 1 for chunk in self.chunks)
+        return sum(chunk.length for chunk in self.chunks if chunk.is_decode)
 
     @property
     def is_decode(self) -> bool:
         """Whether the step has decode tokens only."""
-        return self.num_decode == len(self.chunks)
+        return all(chunk.is_decode for chunk in self.chunks)
 
     @property
     def sampling(self) -> list[Request]:
@@ -118,7 +123,7 @@ class Scheduler:
             request = self.waiting.popleft()
             step.admitted.append(request)
             budget -= self._add_chunk(step, request, budget)
-        step.chunks.sort(key=lambda chunk: chunk.length > 1)
+        step.chunks.sort(key=lambda chunk: not chunk.is_decode)
         return step if step.chunks else None
 
     def collect(self, step: Step, tokens: Sequence[int]) -> list[Update]:

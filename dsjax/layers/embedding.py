@@ -5,10 +5,10 @@ import jax.numpy as jnp
 from flax import nnx
 
 from dsjax.config import ModelConfig
-from dsjax.engine.step_inputs import StepInputs
 from dsjax.layers.linear import Linear, contract_last, param
 from dsjax.layers.norm import RMSNorm
 from dsjax.sharding import TensorParallel
+from dsjax.step.inputs import StepInputs
 
 
 class Embedding(nnx.Module):

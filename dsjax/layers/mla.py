@@ -1,10 +1,10 @@
-"""Multi-head latent attention, cut into the pieces that become segments (DeepSeek-V2 paper, section 2.1).
+"""Multi-head latent attention, cut into pieces (DeepSeek-V2 paper, section 2.1).
 
-    attn_in    norm, query and latent projections, rope; writes the new latents into their pages
+    attn_in    residual entry, query and latent projections, rope; writes the new latents into their pages
     attention  reads the pages: absorbed form for decode tokens, per-head form for prefill chunks
-    attn_out   output projection, residual, norm of the next block's input, router
 
-A piece's parameters name the values that it takes, `gives` names those that it returns.
+A piece's parameters name the values that it takes, `gives` names those that it returns, as a tuple. `places` tells the
+piece which layer of each page kind's pools is its own.
 """
 
 import jax
@@ -12,27 +12,26 @@ import jax.numpy as jnp
 from flax import nnx
 
 from dsjax.config import MLAConfig, ModelConfig
-from dsjax.engine.step_inputs import StepInputs
 from dsjax.layers.linear import Linear, param
-from dsjax.layers.moe import Router
 from dsjax.layers.norm import RMSNorm
+from dsjax.layers.residual import PreNorm
 from dsjax.layers.rope import rotate
 from dsjax.pallas_kernels import Ops
-from dsjax.sharding import TensorParallel
+from dsjax.step.inputs import StepInputs
 
 LATENT = "latent"  # the page kind of MLA, and its only pool: [L, P, S, C + R]
 ROPE = "main"  # the rope table of MLA
 
 
 class MLAInput(nnx.Module):
-    """x [T, D] -> queries q [T, H, N + R]; stores each token's latent [C + R] (normed latent, rotated rope key)."""
+    """x -> queries q [T, H, N + R]; stores each token's latent [C + R] (normed latent, rotated rope key)."""
 
-    gives = ("pools", "q")
+    gives = ("pools", "q", "mix")
 
     def __init__(self, config: ModelConfig, dtype: jnp.dtype):
         hidden, mla = config.hidden_size, config.attention
         self.mla = mla
-        self.norm = RMSNorm(hidden, config.norm_eps)
+        self.residual = PreNorm(hidden, config.norm_eps)
         self.kv_a_norm = RMSNorm(mla.kv_lora_rank, mla.latent_norm_eps)
         queries = mla.num_heads * mla.qk_head_dim
         if mla.q_lora_rank is None:
@@ -43,16 +42,18 @@ class MLAInput(nnx.Module):
             self.q_a_norm = RMSNorm(mla.q_lora_rank, mla.latent_norm_eps)
             self.q_b = Linear(queries, mla.q_lora_rank, dtype)
 
-    def __call__(self, x: jax.Array, pools: dict, layer: jax.Array, inputs: StepInputs):
-        q, latent = self.project(x, *inputs.rope[ROPE])
+    def __call__(self, x: jax.Array, pools: dict, places: dict, inputs: StepInputs):
+        h, mix = self.residual.enter(x)
+        q, latent = self.project(h, *inputs.rope[ROPE])
         pool, slots = pools[LATENT], inputs.slots[LATENT]
         pages, offsets = slots // pool.shape[2], slots % pool.shape[2]
-        return pools | {LATENT: pool.at[layer, pages, offsets].set(latent.astype(pool.dtype), mode="drop")}, q
+        pool = pool.at[places[LATENT], pages, offsets].set(latent.astype(pool.dtype), mode="drop")
+        return pools | {LATENT: pool}, q, mix
 
-    def project(self, x: jax.Array, cos: jax.Array, sin: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Queries [T, H, N + R] and latents [T, C + R] of x [T, D], rotated by cos, sin [T, R / 2]."""
-        flat_q, latent = self._projections(self.norm(x))
-        q = flat_q.reshape(x.shape[0], -1, self.mla.qk_head_dim)
+    def project(self, h: jax.Array, cos: jax.Array, sin: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Queries [T, H, N + R] and latents [T, C + R] of h [T, D], rotated by cos, sin [T, R / 2]."""
+        flat_q, latent = self._projections(h)
+        q = flat_q.reshape(h.shape[0], -1, self.mla.qk_head_dim)
         q_nope, q_rope = jnp.split(q, [self.mla.qk_nope_head_dim], axis=-1)
         compressed, k_rope = jnp.split(latent, [self.mla.kv_lora_rank], axis=-1)
         q = jnp.concatenate([q_nope, rotate(q_rope, cos, sin)], axis=-1)
@@ -75,24 +76,17 @@ class MLAAttention(nnx.Module):
         self.w_uv = param((config.num_heads, config.v_head_dim, config.kv_lora_rank), dtype)
         self.mla, self.ops = config, ops
 
-    def __call__(self, q: jax.Array, pools: dict, page_tables: dict, layer: jax.Array, inputs: StepInputs):
-        pool, tables, decode = pools[LATENT], page_tables[LATENT], inputs.decode
-        decoded = self._decode(q[: decode.lengths.shape[0]], pool, layer, tables[decode.rows], decode.lengths)
+    def __call__(self, q: jax.Array, pools: dict, page_tables: dict, places: dict, inputs: StepInputs):
+        pool, layer, tables, decode = pools[LATENT], places[LATENT], page_tables[LATENT], inputs.decode
+        count = decode.lengths.shape[0]
+        decoded = self._decode(q[:count], pool, layer, tables[decode.rows], decode.lengths)
         if inputs.prefill is None:
             return (decoded,)
         o = self.ops.mla_prefill(
-            q,
-            self.w_uk[...],
-            self.w_uv[...],
-            pool,
-            layer,
-            tables,
-            inputs.prefill,
-            scale=self.mla.softmax_scale,
+            q, self.w_uk[...], self.w_uv[...], pool, layer, tables, inputs.prefill, scale=self.mla.softmax_scale
         )
         is_decode = (decode.lengths > 0)[:, None, None]
-        head = o[: decoded.shape[0]]
-        return (o.at[: decoded.shape[0]].set(jnp.where(is_decode, decoded, head)),)
+        return (o.at[:count].set(jnp.where(is_decode, decoded, o[:count])),)
 
     def _decode(self, q: jax.Array, pool: jax.Array, layer: jax.Array, tables: jax.Array, lengths: jax.Array):
         q_nope, q_rope = jnp.split(q, [self.mla.qk_nope_head_dim], axis=-1)
@@ -109,21 +103,12 @@ class MLAAttention(nnx.Module):
         return jnp.einsum("thc,hvc->thv", latent, self.w_uv[...])
 
 
-class AttentionOutput(nnx.Module):
-    """Adds the projected attention output o [T, H, V] to x [T, D]; gives the normed FFN input h and its experts.
+class HeadsProjection(Linear):
+    """Output projection of all heads: o [T, H, V] -> y [T, D], a partial sum over devices that share the heads."""
 
-    Attention layers of every kind end in this piece. With `routed` False (a dense layer) there is no router.
-    """
-
-    def __init__(self, config: ModelConfig, routed: bool, dtype: jnp.dtype, ops: Ops, tp: TensorParallel):
+    def __init__(self, config: ModelConfig, dtype: jnp.dtype):
         mla = config.attention
-        self.o_proj = Linear(config.hidden_size, mla.num_heads * mla.v_head_dim, dtype)
-        self.norm = RMSNorm(config.hidden_size, config.norm_eps)
-        self.router = Router(config.moe.router, config.hidden_size, dtype, ops) if routed else None
-        self.tp = tp
-        self.gives = ("x", "h", "expert_ids", "expert_weights") if routed else ("x", "h")
+        super().__init__(config.hidden_size, mla.num_heads * mla.v_head_dim, dtype)
 
-    def __call__(self, x: jax.Array, o: jax.Array, inputs: StepInputs):
-        x = x + self.tp.sum(self.o_proj(o.reshape(x.shape[0], -1)))
-        h = self.norm(x)
-        return (x, h) if self.router is None else (x, h, *self.router(h, inputs.valid))
+    def __call__(self, o: jax.Array, inputs: StepInputs) -> jax.Array:
+        return super().__call__(o.reshape(o.shape[0], -1))

@@ -1,4 +1,6 @@
-"""The dense feed-forward block."""
+"""Feed-forward blocks without routing."""
+
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -22,13 +24,13 @@ class SwiGLU(nnx.Module):
 
 
 class DenseFFN(nnx.Module):
-    """Last piece of a dense layer: adds the MLP of the normed input h to the residual stream x, both [T, D]."""
+    """Last piece of a dense layer: the MLP of h [T, D], put into the residual stream x by `leave`."""
 
     gives = ("x",)
 
-    def __init__(self, hidden_size: int, width: int, dtype: jnp.dtype, tp: TensorParallel):
+    def __init__(self, hidden_size: int, width: int, leave: Callable, dtype: jnp.dtype, tp: TensorParallel):
         self.mlp = SwiGLU(hidden_size, width, dtype)
-        self.tp = tp
+        self.leave, self.tp = leave, tp
 
-    def __call__(self, x: jax.Array, h: jax.Array):
-        return (x + self.tp.sum(self.mlp(h)),)
+    def __call__(self, x: jax.Array, h: jax.Array, mix):
+        return (self.leave(x, self.tp.sum(self.mlp(h)), mix),)

@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 
 from dsjax import LLM, SamplingParams
-from dsjax.checkpoint.load import load_weights, random_weights
+from dsjax.checkpoint.load import Weights, load_weights, random_weights
 from dsjax.checkpoint.names import checkpoint_tensors, weight_sources
 from dsjax.checkpoint.resolve import resolve_model
 from dsjax.checkpoint.safetensors import read_file, write_file
@@ -61,21 +61,33 @@ def test_golden_files_hold_exactly_the_listed_tensors(case: str):
     assert {name: tensor.shape for name, tensor in tensors.items()} == expected
 
 
+def named(model: Model, weights: Weights) -> dict[str, np.ndarray]:
+    """Weights by their full path in the model."""
+    paths = [
+        f"{piece_path}.{path}" for piece_path, piece in model.pieces() for path, _ in weight_leaves(nnx.split(piece)[1])
+    ]
+    leaves = [leaf for piece_path, _ in model.pieces() for leaf in weights[piece_path]]
+    return dict(zip(paths, map(np.asarray, leaves), strict=True))
+
+
 def test_joined_stacked_split_and_permuted_weights():
-    config, tensors = ModelConfig.load(GOLDEN / "v3"), read_file(GOLDEN / "v3" / "model.safetensors")
-    weights = load_weights(model_of(config), GOLDEN / "v3", make_mesh(1))
-    gate_up, down, *_ = (np.asarray(leaf) for leaf in reversed(weights["layers.1.ffn"][:2]))
+    model = model_of(ModelConfig.load(GOLDEN / "v3"))
+    weights = named(model, load_weights(model, GOLDEN / "v3", make_mesh(1)))
+    files = read_file(GOLDEN / "v3" / "model.safetensors")
+    tensors = {name: tensor.astype(np.float32) for name, tensor in files.items()}
     for expert in range(8):
         prefix = f"model.layers.1.mlp.experts.{expert}."
-        np.testing.assert_array_equal(gate_up[expert, 0], tensors[prefix + "gate_proj.weight"].astype(np.float32))
-        np.testing.assert_array_equal(gate_up[expert, 1], tensors[prefix + "up_proj.weight"].astype(np.float32))
-        np.testing.assert_array_equal(down[expert], tensors[prefix + "down_proj.weight"].astype(np.float32))
-    w_uk, w_uv = (np.asarray(leaf) for leaf in weights["layers.0.attention"])
-    kv_b = tensors["model.layers.0.self_attn.kv_b_proj.weight"].astype(np.float32).reshape(4, 32, 32)
-    np.testing.assert_array_equal(np.concatenate([w_uk, w_uv], axis=1), kv_b)
-    qkv_a = np.asarray(weights["layers.0.attn_in"][-1])
-    kv_a = tensors["model.layers.0.self_attn.kv_a_proj_with_mqa.weight"].astype(np.float32)
-    np.testing.assert_array_equal(qkv_a[24 + 32 :], np.concatenate([kv_a[32::2], kv_a[33::2]]))
+        gate_up = np.stack([tensors[prefix + f"{name}_proj.weight"] for name in ("gate", "up")])
+        np.testing.assert_array_equal(weights["layers.1.ffn.experts_gate_up"][expert], gate_up)
+        np.testing.assert_array_equal(
+            weights["layers.1.ffn.experts_down"][expert], tensors[prefix + "down_proj.weight"]
+        )
+    kv_b = tensors["model.layers.0.self_attn.kv_b_proj.weight"].reshape(4, 32, 32)
+    np.testing.assert_array_equal(weights["layers.0.attention.w_uk"], kv_b[:, :16])
+    np.testing.assert_array_equal(weights["layers.0.attention.w_uv"], kv_b[:, 16:])
+    kv_a = tensors["model.layers.0.self_attn.kv_a_proj_with_mqa.weight"]
+    joined = [tensors["model.layers.0.self_attn.q_a_proj.weight"], kv_a[:32], kv_a[32::2], kv_a[33::2]]
+    np.testing.assert_array_equal(weights["layers.0.attn_in.qkv_a.weight"], np.concatenate(joined))
 
 
 def copy_of_v3(folder: Path, change) -> Path:
@@ -138,9 +150,8 @@ def test_folder_without_weights_and_dummy_weights(tmp_path):
 
 
 def test_dummy_weights_spread_tokens_over_the_experts():
-    config = ModelConfig.load(GOLDEN / "v3")
-    weights = random_weights(model_of(config), make_mesh(1))
-    gate = np.asarray(weights["layers.1.attn_out"][-1])
+    model = model_of(ModelConfig.load(GOLDEN / "v3"))
+    gate = named(model, random_weights(model, make_mesh(1)))["layers.1.attn_out.router.weight"]
     h = np.random.default_rng(0).normal(size=(4000, gate.shape[1]))
     counts = np.bincount(np.argmax(h @ gate.T, axis=1), minlength=8)
     assert counts.min() > 0.5 * counts.mean()

@@ -138,7 +138,7 @@ def test_max_tokens_of_one_and_without_limit(make_llm: Callable[..., LLM]):
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        *[("temperature", value) for value in (-1, float("nan"), float("inf"), "hot", True, None)],
+        *[("temperature", value) for value in (-1, float("nan"), float("inf"), 10**400, "hot", True, None)],
         *[("top_p", value) for value in (0, 1.1, -0.5, float("nan"))],
         *[("top_k", value) for value in (-2, 0.01, 2**31, float("nan"))],
         *[("max_tokens", value) for value in (0, -1, 1.5, True)],
@@ -165,7 +165,10 @@ def test_bad_sampling_parameters(field: str, value):
         ({"tp": 64}, "tp=64 needs 64 devices"),
         ({"tp": 2, "plan": "off"}, "plan 'off' runs op by op on one device only"),
         ({"gpu_memory_fraction": 1.5}, "gpu_memory_fraction is 1.5"),
+        ({"gpu_memory_fraction": "most"}, "gpu_memory_fraction is 'most'"),
+        ({"token_buckets": [16.0]}, r"token_buckets is \[16.0\]"),
         ({"load_format": "gguf"}, "load_format is 'gguf'"),
+        ({"num_gpus": 2}, "Unknown option 'num_gpus'; the options are max_model_len"),
     ],
 )
 def test_bad_options(options: dict, message: str):

@@ -25,12 +25,14 @@ class FakeEngine:
     limits = Limits(100, 50, 50)
     closed = False
 
+    waiting = 0
+
     def __post_init__(self):
-        self.runner = SimpleNamespace(counts=SimpleNamespace(tokens=0, padding=0, programs={}))
+        self.counts = SimpleNamespace(tokens=0, prefill_tokens=0, padding=0, programs={})
 
     @property
-    def scheduler(self) -> Any:
-        return SimpleNamespace(running=list(self.open.values()), waiting=[])
+    def running(self) -> int:
+        return len(self.open)
 
     @property
     def has_work(self) -> bool:
@@ -40,6 +42,7 @@ class FakeEngine:
         if request.id == "refused":
             raise RequestError("No.", param="prompt")
         self.open[request.id] = request
+        self.counts.prefill_tokens += len(request.prompt)
 
     def abort(self, request_id: str) -> None:
         self.open.pop(request_id, None)

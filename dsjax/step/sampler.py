@@ -1,19 +1,18 @@
 """The sampler: the last pieces of a step, on the device.
 
-Randomness is keyed by (the request's seed, the position of the sampled token), so a request's tokens depend neither on
-the batch that it runs in nor on how its prompt was cut into chunks.
+Randomness is keyed by (the request's seed, the position of the sampled token), so a request draws the same noise in
+whatever batch it runs, and however its prompt was cut into chunks.
 """
 
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jax import lax
 
-from dsjax.engine.step_inputs import SampleInputs
-from dsjax.engine.step_layout import row_layout
+from dsjax.step.inputs import SampleInputs
+from dsjax.step.layout import row_layout
 
 
 class SamplingState(NamedTuple):
@@ -29,11 +28,9 @@ class SamplingState(NamedTuple):
 
     @classmethod
     def empty(cls, rows: int) -> "SamplingState":
-        return cls(*(np.zeros(shape, dtype) for shape, dtype in cls.shapes(rows)))
-
-    @staticmethod
-    def shapes(rows: int) -> tuple[tuple[tuple[int, ...], type], ...]:
-        return ((rows,), np.float32), ((rows,), np.int32), ((rows,), np.float32), ((rows, 2), np.uint32)
+        """Abstract parameters of `rows` rows."""
+        shapes = ((rows,), jnp.float32), ((rows,), jnp.int32), ((rows,), jnp.float32), ((rows, 2), jnp.uint32)
+        return cls(*(jax.ShapeDtypeStruct(*shape) for shape in shapes))
 
 
 class SetRows(nnx.Module):
@@ -71,7 +68,7 @@ class Sample(nnx.Module):
         tokens = lax.cond(
             random.any(), lambda: jnp.where(random, sample(logits, own, positions), greedy), lambda: greedy
         )
-        return last_tokens.at[rows].set(tokens, mode="drop"), tokens
+        return last_tokens.at[samples.last_rows[:count]].set(tokens, mode="drop"), tokens
 
 
 def sample(logits: jax.Array, sampling: SamplingState, positions: jax.Array) -> jax.Array:

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dsjax.engine.sampler import SamplingState, keep_heaviest, sample
+from dsjax.step.sampler import SamplingState, keep_heaviest, sample
 
 
 def state(

@@ -12,9 +12,9 @@ from flax import nnx
 
 from dsjax.cache.kinds import PageKind
 from dsjax.config import RopeConfig
-from dsjax.engine.step_layout import NONE, StepShape, step_layout
 from dsjax.layers.rope import cos_sin
 from dsjax.pallas_kernels.mla_prefill import PrefillChunks
+from dsjax.step.layout import NONE, StepShape, step_layout
 
 NO_SLOT = jnp.iinfo(jnp.int32).max  # beyond every pool, so scatters with mode="drop" skip it
 
@@ -38,13 +38,15 @@ class StepInputs(NamedTuple):
 
 
 class SampleInputs(NamedTuple):
-    """Which rows sample in this step; int32 [B] each, in the host's order, unused places last.
+    """Which tokens are followed by a sample in this step; int32 [B] each, in the host's order, unused places last.
 
-    `tokens`: index of the row's last token. `rows`: B where unused. `positions`: position of the sampled token.
+    `tokens`: index of the token. `rows`: its row, B where unused. `last_rows`: its row if it is the last one sampled
+    for that row, else B. `positions`: position of the sampled token.
     """
 
     tokens: jax.Array
     rows: jax.Array
+    last_rows: jax.Array
     positions: jax.Array
 
 
@@ -83,8 +85,10 @@ class Prepare(nnx.Module):
 
     def _samples(self, fields: dict, rows: jax.Array, positions: jax.Array) -> SampleInputs:
         tokens = jnp.maximum(fields["sample_tokens"], 0)
-        used = fields["sample_tokens"] != NONE
-        return SampleInputs(tokens, jnp.where(used, rows[tokens], self.shape.rows), positions[tokens] + 1)
+        none = self.shape.rows
+        of_sample = jnp.where(fields["sample_tokens"] != NONE, rows[tokens], none)
+        followed = jnp.append(of_sample[1:], none) == of_sample
+        return SampleInputs(tokens, of_sample, jnp.where(followed, none, of_sample), positions[tokens] + 1)
 
 
 def _add_pages(table: jax.Array, new_pages: jax.Array) -> jax.Array:

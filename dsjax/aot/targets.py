@@ -1,0 +1,12 @@
+"""Targets: the kinds of device that executables are made for."""
+
+from typing import Any
+
+CPU, CUDA, HOPPER = "cpu", "cuda", "hopper"
+
+
+def target_of(device: Any) -> str:
+    """The target that fits a jax.Device: "hopper" for NVIDIA GPUs of compute capability 9, "cuda" for others."""
+    if device.platform != "gpu":
+        return CPU
+    return HOPPER if str(device.compute_capability).startswith("9.") else CUDA
