@@ -1,4 +1,4 @@
-"""One prefill through a single compiled body and tail, for tests that change the model or the contents of its inputs."""
+"""One prefill op by op, for tests that change the model: nothing has to be compiled for every change."""
 
 from collections.abc import Callable
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from dsjax.aot.compile import compile_programs
+from dsjax.aot.compile import eager_programs
 from dsjax.aot.ladders import Buckets
 from dsjax.aot.planner import ProgramKey, plan_programs, state_avals
 from dsjax.checkpoint.load import Weights, load_weights
@@ -17,7 +17,7 @@ from dsjax.engine.scheduler import Scheduler
 from dsjax.model import abstract_model
 from dsjax.pallas_kernels import Ops
 from dsjax.segments import Executor, allocate
-from dsjax.sharding import TensorParallel, make_mesh
+from dsjax.sharding import make_mesh
 from dsjax.step.layout import StepShape
 from tests.conftest import GOLDEN
 
@@ -27,22 +27,18 @@ def forward(
     tokens: list[int],
     config: ModelConfig | None = None,
     edit: Callable[[Weights], Weights] = lambda weights: weights,
-    tp: int = 1,
 ) -> np.ndarray:
     """Logits [len(tokens), V] of a golden checkpoint, with another `config` or edited weights if given."""
-    count = len(tokens)
-    config = config or ModelConfig.load(GOLDEN / case)
-    mesh = make_mesh(tp)
-    model = abstract_model(config, "float32", Ops.for_target("cpu"), TensorParallel(tp))
+    count, mesh = len(tokens), make_mesh(1)
+    model = abstract_model(config or ModelConfig.load(GOLDEN / case), "float32", Ops.for_target("cpu"))
     keys = [ProgramKey("mixed", count), ProgramKey("tail", count)]
-    planned = [p for p in plan_programs(model, Buckets((count,), (count,), (count,)), "layer") if p.key in keys]
+    planned = [p for p in plan_programs(model, Buckets((count,), (count,), (count,)), "piece") if p.key in keys]
+    programs = eager_programs(planned, model.dtype)
     pages = {kind.name: kind.pages_for(count) for kind in model.page_kinds}
-    state = state_avals(model.page_kinds, pages, rows=count, max_tokens=count)
-    compiled, _ = compile_programs(planned, state, mesh, model.dtype)
-    executor = Executor(mesh, edit(load_weights(model, GOLDEN / case, mesh)), allocate(state, mesh))
-    body, tail = (executor.bind(p.links, compiled[p.key], p.results) for p in planned)
-    packed = pack_prefill(tokens, model.page_kinds, pages)
-    results: dict[str, Any] = executor.run(body, {"packed": packed})
+    state = allocate(state_avals(model.page_kinds, pages, rows=count, max_tokens=count), mesh)
+    executor = Executor(mesh, edit(load_weights(model, GOLDEN / case, mesh)), state)
+    body, tail = (executor.bind(p.links, programs[p.key], p.results) for p in planned)
+    results: dict[str, Any] = executor.run(body, {"packed": pack_prefill(tokens, model.page_kinds, pages)})
     return np.asarray(executor.run(tail, {name: results[name] for name in ("hidden", "samples")})["logits"])
 
 

@@ -83,6 +83,6 @@ def test_dispatches_per_step(make_llm: Callable[..., LLM]):
     counts = {}
     for plan in ("step", "layer", "piece"):
         runner = make_llm(plan=plan).engine.runner
-        keys = ProgramKey("decode", 8), ProgramKey("tail", 8)
+        keys = ProgramKey("decode", 3), ProgramKey("tail", 3)
         counts[plan] = tuple(len(runner.programs[key].dispatches) for key in keys)
     assert counts == {"step": (1, 1), "layer": (5, 1), "piece": (15, 3)}

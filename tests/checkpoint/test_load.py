@@ -145,7 +145,7 @@ def test_truncated_file(tmp_path):
 def test_folder_without_weights_and_dummy_weights(tmp_path):
     shutil.copy(GOLDEN / "v3" / "config.json", tmp_path)
     assert "holds no *.safetensors weights" in load_error(tmp_path)
-    with LLM(tmp_path, load_format="dummy", **SMALL | {"token_buckets": [8]}) as llm:
+    with LLM(tmp_path, load_format="dummy", **SMALL) as llm:
         assert len(llm.generate([[5, 6]], SamplingParams(max_tokens=3, ignore_eos=True))[0].token_ids) == 3
 
 

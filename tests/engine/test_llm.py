@@ -23,7 +23,7 @@ def random_prompts(count: int, seed: int = 0, longest: int = 60) -> list[list[in
 
 
 def test_same_seed_same_tokens_alone_and_among_31_others(make_llm: Callable[..., LLM]):
-    llm = make_llm(max_num_seqs=32, kv_tokens=8192)
+    llm = make_llm(max_num_seqs=32, kv_tokens=4096)
     prompts = random_prompts(32)
     params = [SamplingParams(temperature=0.9, top_p=0.95, seed=i, max_tokens=12, ignore_eos=True) for i in range(32)]
     order = np.random.default_rng(1).permutation(32)
@@ -90,8 +90,8 @@ def test_numpy_prompts_and_one_prompt(make_llm: Callable[..., LLM]):
 
 def test_more_requests_than_rows_and_cache(make_llm: Callable[..., LLM]):
     """20 requests that together need several times the cache all end, with the tokens they get alone."""
-    llm = make_llm(kv_tokens=512)
-    prompts = random_prompts(20, seed=9, longest=150)
+    llm = make_llm()
+    prompts = random_prompts(20, seed=9, longest=250)
     params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
     together = [answer.token_ids for answer in llm.generate(prompts, params)]
     assert together == [llm.generate(prompt, params)[0].token_ids for prompt in prompts]
@@ -120,19 +120,19 @@ def test_a_bad_prompt_among_good_ones_stops_nothing(make_llm: Callable[..., LLM]
 
 
 def test_prompt_larger_than_the_cache(make_llm: Callable[..., LLM]):
-    llm = make_llm(kv_tokens=128)
-    with pytest.raises(RequestError, match="has 300 tokens, but the cache holds 128"):
-        llm.generate([[5] * 300], GREEDY)
-    with pytest.raises(RequestError, match="max_tokens is 100, but after the prompt of 60 tokens only 68 fit"):
-        llm.generate([[5] * 60], SamplingParams(max_tokens=100))
-    assert llm.generate([[5] * 60], SamplingParams(max_tokens=68, ignore_eos=True))[0].finish_reason == "length"
+    llm = make_llm()
+    with pytest.raises(RequestError, match="has 450 tokens, but the cache holds 448"):
+        llm.generate([[5] * 450], GREEDY)
+    with pytest.raises(RequestError, match="max_tokens is 40, but after the prompt of 420 tokens only 28 fit"):
+        llm.generate([[5] * 420], SamplingParams(max_tokens=40))
+    assert llm.generate([[5] * 420], SamplingParams(max_tokens=28, ignore_eos=True))[0].finish_reason == "length"
 
 
 def test_max_tokens_of_one_and_without_limit(make_llm: Callable[..., LLM]):
     llm = make_llm()
     assert len(llm.generate([5, 6], SamplingParams(max_tokens=1, ignore_eos=True))[0].token_ids) == 1
-    whole = llm.generate([5] * 500, SamplingParams(max_tokens=None, ignore_eos=True))[0]
-    assert len(whole.token_ids) == 512 - 500
+    whole = llm.generate([5] * 440, SamplingParams(max_tokens=None, ignore_eos=True))[0]
+    assert len(whole.token_ids) == 448 - 440
 
 
 @pytest.mark.parametrize(
@@ -221,7 +221,7 @@ def test_100_steps_read_once_each_one_behind_and_keep_the_pools_in_place(
 def test_close_frees_the_device_memory():
     gc.collect()
     before = sum(array.nbytes for array in jax.live_arrays())
-    with LLM(GOLDEN / "v3", **SMALL | {"token_buckets": [8]}) as llm:
+    with LLM(GOLDEN / "v3", **SMALL) as llm:
         llm.generate([5, 6], GREEDY)
         assert sum(array.nbytes for array in jax.live_arrays()) > before + 1_000_000
     gc.collect()

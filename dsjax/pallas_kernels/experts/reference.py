@@ -41,7 +41,7 @@ def experts(x: jax.Array, gate_up: jax.Array, down: jax.Array, ids: jax.Array, w
     pair_weights = weights.reshape(-1)
 
     def add_tile(i, y):
-        expert = jnp.searchsorted(tiles.first_tile, i, side="right") - 1
+        expert = jnp.sum(tiles.first_tile <= i) - 1
         begin = tiles.first_pair[expert] + (i - tiles.first_tile[expert]) * tile
         pairs = lax.dynamic_slice(tiles.pairs, (begin,), (tile,))
         used = begin + jnp.arange(tile) < tiles.first_pair[expert + 1]
@@ -61,9 +61,12 @@ def _tile_size(pairs: int, num_experts: int) -> int:
 
 
 def _make_tiles(ids: jax.Array, num_experts: int, tile: int) -> _Tiles:
-    order = jnp.argsort(jnp.where(ids < 0, num_experts, ids), stable=True)
-    counts = jnp.bincount(jnp.where(ids < 0, num_experts, ids), length=num_experts + 1)[:num_experts]
-    starts = [
-        jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(n, dtype=jnp.int32)]) for n in (-(-counts // tile), counts)
-    ]
-    return _Tiles(jnp.pad(order, (0, tile)), *starts)
+    group = jnp.where(ids < 0, num_experts, ids)  # pairs without an expert come last
+    counts = jnp.sum(group[:, None] == jnp.arange(num_experts), axis=0)
+    order = jnp.argsort(group, stable=True)
+    return _Tiles(jnp.pad(order, (0, tile)), _starts(-(-counts // tile)), _starts(counts))
+
+
+def _starts(counts: jax.Array) -> jax.Array:
+    """How many there are before each item, and in all: [n] -> [n + 1]."""
+    return jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(counts, dtype=jnp.int32)])

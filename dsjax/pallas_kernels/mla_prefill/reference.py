@@ -66,8 +66,8 @@ def mla_prefill(
     """
     tokens, heads, _ = q.shape
     tile = min(tokens, MAX_TILE)
-    first_tile = jnp.cumsum(-(-chunks.lengths // tile)) - (-(-chunks.lengths // tile))
-    num_tiles = first_tile[-1] + -(-chunks.lengths[-1] // tile)
+    tiles = -(-chunks.lengths // tile)
+    first_tile = jnp.cumsum(tiles) - tiles
     padded_q = jnp.pad(q, ((0, tile), (0, 0), (0, 0)))
 
     def add_tile(i, out):
@@ -80,11 +80,11 @@ def mla_prefill(
         return lax.dynamic_update_slice_in_dim(out, result, place.token, axis=0)
 
     out = jnp.zeros((tokens + tile, heads, w_uv.shape[1]), q.dtype)
-    return lax.fori_loop(0, num_tiles, add_tile, out)[:tokens]
+    return lax.fori_loop(0, jnp.sum(tiles), add_tile, out)[:tokens]
 
 
 def _locate(i: jax.Array, first_tile: jax.Array, chunks: PrefillChunks, tile: int) -> _Tile:
-    chunk = jnp.searchsorted(first_tile, i, side="right") - 1
+    chunk = jnp.sum(first_tile <= i) - 1
     skipped = (i - first_tile[chunk]) * tile
     used = jnp.minimum(chunks.lengths[chunk] - skipped, tile)
     return _Tile(chunk, chunks.starts[chunk] + skipped, used, chunks.positions[chunk] + skipped)
