@@ -74,12 +74,12 @@ def tpot_ms(llm: LLM, batch: int, context: int, steps: int, repeats: int) -> lis
 def dispatches_per_step(llm: LLM) -> int:
     """Executable calls of one decode step of one request, tail included."""
     executor = llm.engine.runner.executor
-    params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
+    steps, admission = 3, 1
+    params = SamplingParams(temperature=0, max_tokens=steps, ignore_eos=True)
     llm.generate([[20]], params)
     before = executor.dispatched
     llm.generate([[20]], params)
-    admission = 1
-    return (executor.dispatched - before - admission) // params.max_tokens
+    return (executor.dispatched - before - admission) // steps
 
 
 def measure(llm: LLM, plan: str, args: argparse.Namespace) -> list[dict[str, Any]]:
@@ -128,9 +128,10 @@ def main() -> None:
     options = {name: getattr(args, name) for name in ("max_num_seqs", "max_batched_tokens", "max_model_len")}
     records = []
     for plan in args.plans:
-        with tempfile.TemporaryDirectory() as scratch, tempfile.TemporaryDirectory() as cold_cache:
-            with make_llm(args.model, plan, options | {"cache_dir": cold_cache}, Path(scratch)) as llm:
-                records += measure(llm, plan, args)
+        with tempfile.TemporaryDirectory() as scratch:  # a compilation cache of its own, so that compiling is timed
+            llm = make_llm(args.model, plan, options | {"cache_dir": f"{scratch}/cache"}, Path(scratch))
+            records += measure(llm, plan, args)
+            llm.close()
     print(table(records))
     print(f"saved to {save(records)}")
 

@@ -7,9 +7,13 @@ it), so that several engines can follow each other in one process and LLM.close(
 """
 
 import os
+from typing import TYPE_CHECKING
 
 from dsjax.engine.request import SamplingParams
 from dsjax.errors import DsjaxError
+
+if TYPE_CHECKING:
+    from dsjax.engine.llm import LLM
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 

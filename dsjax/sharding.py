@@ -69,9 +69,9 @@ class TensorParallel:
 ONE_DEVICE = TensorParallel()
 
 
-def make_mesh(tp: int, devices: list[jax.Device] | None = None) -> Mesh:
+def make_mesh(tp: int) -> Mesh:
     """A mesh of the first `tp` devices. Raises OptionError if there are fewer."""
-    devices = jax.devices() if devices is None else devices
+    devices = jax.devices()
     if not 1 <= tp <= len(devices):
         raise OptionError(f"tp={tp} needs {tp} devices, but {len(devices)} of kind {devices[0].platform} are visible.")
     return jax.make_mesh((tp,), (TP,), devices=devices[:tp], axis_types=(AxisType.Auto,))

@@ -90,7 +90,7 @@ class Tokenizer:
         """
         if self._template is None:
             raise RequestError(
-                "This checkpoint has no chat template (in tokenizer_config.json or chat_template.jinja); use completions.",
+                "This checkpoint has no chat template (tokenizer_config.json or chat_template.jinja); use completions.",
                 param="messages",
             )
         try:

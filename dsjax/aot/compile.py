@@ -35,9 +35,12 @@ def count_compiles() -> None:
     """From now on, count as "compiles" whatever this process compiles, or loads from the compilation cache instead."""
     if "compiles" not in counters:
         counters["compiles"] = 0
-        jax.monitoring.register_event_duration_secs_listener(
-            lambda event, _duration, **_: count("compiles") if event == _COMPILE_EVENT else None
-        )
+        jax.monitoring.register_event_duration_secs_listener(_count_compile)
+
+
+def _count_compile(event: str, duration_secs: float, **_: str | int) -> None:
+    if event == _COMPILE_EVENT:
+        count("compiles")
 
 
 def keep_executables(folder: Path) -> None:

@@ -50,7 +50,7 @@ def random_weights(model: Model, mesh: Mesh, seed: int = 0) -> Weights:
         if len(leaf.shape) == 1:
             value = jnp.zeros if path.endswith("bias") else jnp.ones
             return jax.device_put(value(leaf.shape, leaf.dtype), sharding)
-        key = jax.random.fold_in(jax.random.key(seed), zlib.crc32(path.encode()))
+        key = jax.random.fold_in(jax.random.key(seed, impl="rbg"), zlib.crc32(path.encode()))
         return jax.jit(partial(_scaled_normal, leaf.shape, leaf.dtype), out_shardings=sharding)(key)
 
     return _each_leaf(model, mesh, make)

@@ -190,7 +190,8 @@ def train(model: Model, stream: np.ndarray, args: argparse.Namespace) -> dict[st
         tokens = jax.vmap(lambda start: lax.dynamic_slice(data, (start,), (args.length + 1,)))(starts)
         (value, loads), gradient = grad(state.params, tokens, drop_key)
         updates, optimizer_state = optimizer.update(gradient, state.optimizer, state.params)
-        params = balance(optax.apply_updates(state.params, updates), loads, model.config)
+        params: Any = optax.apply_updates(state.params, updates)
+        params = balance(params, loads, model.config)
         return TrainState(params, optimizer_state, state.step + 1), (value, loads[0].max() / loads[0].mean())
 
     params = init_params(model.config, jax.random.key(0))

@@ -3,7 +3,7 @@
 import itertools
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from dsjax.tokenizer import TextStream, Tokenizer
 
 logger = logging.getLogger("dsjax")
 
-Prompt = str | Sequence[int]
+Prompt = str | Sequence[int] | np.ndarray
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class LLM:
             for request in requests:
                 self._forget(request)
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Delta]:
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Generator[Delta]:
         """Answer one prompt, piece by piece. Leaving the iterator early aborts the request."""
         return self._run(self._request(0, prompt, params or SamplingParams()))
 
@@ -119,7 +119,7 @@ class LLM:
             raise RequestError("the prompt is empty; give at least one token.", param="prompt")
         return self.tokenizer.encode(text)
 
-    def _run(self, request: Request) -> Iterator[Delta]:
+    def _run(self, request: Request) -> Generator[Delta]:
         try:
             self._start(request)
             yield from self._deltas(request)
@@ -137,7 +137,7 @@ class LLM:
         text = None if self.tokenizer is None else "".join(delta.text or "" for delta in deltas)
         return Completion(request.prompt, request.outputs, text, deltas[-1].finish_reason or "")
 
-    def _deltas(self, request: Request) -> Iterator[Delta]:
+    def _deltas(self, request: Request) -> Generator[Delta]:
         """Step the engine until `request` has ended; other requests' answers are kept for whoever waits for them."""
         finished = False
         while not finished:

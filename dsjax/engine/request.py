@@ -57,9 +57,9 @@ class Limits:
             raise RequestError("The prompt is empty; give at least one token.", param="prompt")
         for place, token in enumerate(prompt):
             if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < self.vocab_size:
+                vocabulary = f"the vocabulary 0..{self.vocab_size - 1}"
                 raise RequestError(
-                    f"Token {token!r} at place {place} of the prompt is outside the vocabulary 0..{self.vocab_size - 1}.",
-                    param="prompt",
+                    f"Token {token!r} at place {place} of the prompt is outside {vocabulary}.", param="prompt"
                 )
         if len(prompt) >= self.max_model_len:
             raise RequestError(
@@ -73,8 +73,8 @@ class Limits:
         room = min(self.max_model_len, self.cache_tokens) - prompt_tokens
         if room < 1:
             raise RequestError(
-                f"The prompt has {prompt_tokens} tokens, but the cache holds {self.cache_tokens}. Shorten the prompt or "
-                "start the engine with a larger cache.",
+                f"The prompt has {prompt_tokens} tokens, but the cache holds {self.cache_tokens}. Shorten the prompt "
+                "or start the engine with a larger cache.",
                 param="prompt",
             )
         if max_tokens is not None and max_tokens > room:

@@ -1,7 +1,7 @@
 """How a sublayer reads the residual stream and writes to it.
 
-A residual kind is a module with `enter`, which gives the sublayer's input and whatever `leave` needs besides it (`mix`),
-and a static `leave`, which puts the sublayer's output back. Pieces pass `mix` on without looking at it.
+A residual kind is a module with `enter`, which gives the sublayer's input and whatever `leave` needs besides it
+(`mix`), and a static `leave`, which puts the sublayer's output back. Pieces pass `mix` on without looking at it.
 """
 
 import jax

@@ -4,7 +4,7 @@ Randomness is keyed by (the request's seed, the position of the sampled token), 
 whatever batch it runs, and however its prompt was cut into chunks.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +30,8 @@ class SamplingState(NamedTuple):
     def empty(cls, rows: int) -> "SamplingState":
         """Abstract parameters of `rows` rows."""
         shapes = ((rows,), jnp.float32), ((rows,), jnp.int32), ((rows,), jnp.float32), ((rows, 2), jnp.uint32)
-        return cls(*(jax.ShapeDtypeStruct(*shape) for shape in shapes))
+        abstract: Any = [jax.ShapeDtypeStruct(*shape) for shape in shapes]
+        return cls(*abstract)
 
 
 class SetRows(nnx.Module):

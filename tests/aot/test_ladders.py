@@ -1,5 +1,7 @@
 """Bucket ladders and the options that choose them."""
 
+import itertools
+
 import pytest
 
 from dsjax.aot.ladders import pick, row_ladder, sparse, tail_ladder, token_ladder
@@ -12,7 +14,7 @@ def test_token_ladder():
     assert ladder[-3:] == (7168, 7680, 8192)
     assert len(ladder) == 50
     assert all(bucket % 8 == 0 for bucket in ladder)
-    worst = max(b / (a + 1) for a, b in zip(ladder[3:], ladder[4:], strict=False))
+    worst = max(b / (a + 1) for a, b in itertools.pairwise(ladder[3:]))
     assert worst < 1.5, "above 64 tokens padding stays below half of the real tokens"
 
 

@@ -158,7 +158,7 @@ def test_dummy_weights_spread_tokens_over_the_experts():
 
 
 def test_models_that_are_not_there(tmp_path):
-    with pytest.raises(CheckpointError, match="There is no model at .*nowhere"):
+    with pytest.raises(CheckpointError, match="There is no model at nowhere"):
         resolve_model("nowhere")
     with pytest.raises(CheckpointError, match=r"has no config\.json"):
         resolve_model(tmp_path)

@@ -1,0 +1,117 @@
+"""What interrupts, failures and idle moments may and may not do to the engine."""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from dsjax import LLM, SamplingParams
+from dsjax.aot.compile import _check_in_place
+from dsjax.engine.request import Request
+from dsjax.errors import EngineDeadError
+from dsjax.segments import Chain
+from tests.conftest import GOLDEN, SMALL
+from tests.test_golden import golden
+
+PARAMS = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+PROMPT = [5, 6, 7]
+
+
+@pytest.fixture
+def own_llm():
+    """An engine that the test may break; its executables come from the cache of the run."""
+    with LLM(GOLDEN / "v3", **SMALL) as llm:
+        yield llm
+
+
+def test_an_interrupt_while_waiting_loses_no_token(make_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch):
+    llm = make_llm()
+    expected = llm.generate(PROMPT, PARAMS)[0].token_ids
+    stream = llm.stream(PROMPT, PARAMS)
+    tokens = next(stream).token_ids
+    runner = llm.engine.runner
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(runner, "read", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate([9, 9], PARAMS)
+    tokens += [token for delta in stream for token in delta.token_ids]
+    assert tokens == expected
+
+
+def test_a_failure_while_enqueuing_ends_the_engine_loudly(own_llm: LLM, monkeypatch: pytest.MonkeyPatch):
+    def fail(*_):
+        raise OverflowError("too large")
+
+    monkeypatch.setattr(own_llm.engine.runner, "dispatch", fail)
+    with pytest.raises(OverflowError):
+        own_llm.generate(PROMPT, PARAMS)
+    with pytest.raises(EngineDeadError, match=r"stopped while it enqueued a step \(OverflowError: too large\)"):
+        own_llm.generate(PROMPT, PARAMS)
+
+
+def test_a_device_failure_ends_the_engine_loudly(own_llm: LLM, monkeypatch: pytest.MonkeyPatch):
+    def fail(*_):
+        raise jax.errors.JaxRuntimeError("out of memory")
+
+    monkeypatch.setattr(own_llm.engine.runner, "read", fail)
+    for _ in range(2):
+        with pytest.raises(EngineDeadError, match="the device failed: out of memory"):
+            own_llm.generate(PROMPT, PARAMS)
+
+
+def test_requests_that_can_never_run_are_not_waited_for(own_llm: LLM, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(own_llm.engine.scheduler, "schedule", lambda: None)
+    with pytest.raises(EngineDeadError, match="none of them can run"):
+        own_llm.generate(PROMPT, PARAMS)
+
+
+def test_a_long_prefill_is_enqueued_one_step_ahead(make_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch):
+    """Steps that sample nothing are waited for too: 320 tokens in chunks of 32."""
+    engine = make_llm().engine
+    runner = engine.runner
+    log: list[str] = []
+    dispatch, read = runner.dispatch, runner.read
+    monkeypatch.setattr(runner, "dispatch", lambda step: log.append("dispatch") or dispatch(step))
+    monkeypatch.setattr(runner, "read", lambda *a: log.append("wait") or read(*a))
+    engine.add(Request.create("long", [5] * 320, SamplingParams(temperature=0, max_tokens=1), engine.limits))
+    while engine.has_work:
+        engine.step()
+    assert log == ["dispatch"] + ["dispatch", "wait"] * 9 + ["wait"]
+
+
+def test_logits_right_after_an_answer_that_ended_by_itself(make_llm: Callable[..., LLM]):
+    """The superfluous step behind an end-of-text token, or behind a stream left early, is no open request."""
+    llm, expected = make_llm(), golden("v3")
+    llm.generate(expected["prompt_0"].tolist(), SamplingParams(temperature=0, max_tokens=64))
+    assert llm.logits([5, 6]).shape == (2, 256)
+    stream = llm.stream(PROMPT, PARAMS)
+    next(stream)
+    stream.close()
+    assert llm.logits([5, 6]).shape == (2, 256)
+
+
+@pytest.mark.parametrize(
+    "params", [{"temperature": 1e-40}, {"temperature": 1e-7}, {"temperature": 1.0, "top_p": 1e-40}]
+)
+def test_values_below_float32_mean_greedy(make_llm: Callable[..., LLM], params: dict):
+    llm = make_llm()
+    expected = llm.generate(PROMPT, PARAMS)[0].token_ids
+    tiny = SamplingParams(max_tokens=12, ignore_eos=True, seed=1, **params)
+    assert llm.generate(PROMPT, tiny)[0].token_ids == expected
+
+
+def test_an_executable_that_copies_a_cache_is_refused():
+    """The pool is read after it was written through another name, so XLA has to keep both."""
+
+    def copies(pool):
+        return pool.at[0].set(1.0), pool.sum(axis=0)
+
+    compiled = jax.jit(copies, donate_argnums=0).lower(jax.ShapeDtypeStruct((4, 8, 16, 32), jnp.float32)).compile()
+    chain = Chain(segments=(), places=(), takes=("pools",), gives=("pools",))
+    with pytest.raises(RuntimeError, match="copies a cache"):
+        _check_in_place(chain, compiled)

@@ -1,0 +1,117 @@
+"""The tokenizer: round trips, streams that never split a character, chat prompts, damaged files."""
+
+import json
+import shutil
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dsjax.demo import CHECKPOINT
+from dsjax.errors import CheckpointError, RequestError
+from dsjax.tokenizer import Tokenizer
+
+BOS, USER, ASSISTANT, EOS = "<｜begin▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>", "<｜end▁of▁sentence｜>"
+
+
+def demo() -> Tokenizer:
+    tokenizer = Tokenizer.load(CHECKPOINT)
+    assert tokenizer is not None
+    return tokenizer
+
+
+TOKENIZER = demo()
+
+
+@given(st.text(alphabet=st.characters(exclude_categories=["Cs"]), max_size=40))
+def test_any_text_survives_a_round_trip(text: str):
+    ids = TOKENIZER.encode(text, add_special_tokens=False)
+    if not any(0 <= token < 17 for token in ids):  # special tokens are left out of decoded text
+        assert TOKENIZER.decode(ids) == text
+
+
+@given(st.lists(st.integers(17, 4095), max_size=30))
+def test_a_stream_gives_the_decoded_text_and_never_half_a_character(ids: list[int]):
+    stream = TOKENIZER.stream()
+    pieces = [stream.push([token]) for token in ids]
+    assert "".join(pieces) + stream.finish() == TOKENIZER.decode(ids)
+
+
+def test_characters_of_several_tokens_come_whole():
+    text = "🌶 上海 é"
+    ids = TOKENIZER.encode(text, add_special_tokens=False)
+    assert len(ids) > len(text)
+    stream = TOKENIZER.stream()
+    pieces = [stream.push([token]) for token in ids]
+    assert "".join(pieces) == text
+    assert not any("\ufffd" in piece for piece in pieces)
+
+
+def test_an_unfinished_character_is_flushed_at_the_end():
+    ids = TOKENIZER.encode("🌶", add_special_tokens=False)[:-1]
+    stream = TOKENIZER.stream()
+    assert stream.push(ids) == ""
+    assert set(stream.finish()) == {"\ufffd"}
+
+
+def test_begin_of_text_only_when_asked_for():
+    assert TOKENIZER.encode("Hello")[0] == 0
+    assert 0 not in TOKENIZER.encode("Hello", add_special_tokens=False)
+    assert TOKENIZER.decode(TOKENIZER.encode("Hello")) == "Hello"
+
+
+def test_chat_prompts_have_the_form_of_v3():
+    messages = [{"role": "system", "content": "SYS"}, {"role": "user", "content": "hi"}]
+    assert TOKENIZER.render_chat(messages) == f"{BOS}SYS{USER}hi{ASSISTANT}"
+    answered = [*messages, {"role": "assistant", "content": "yo"}, {"role": "user", "content": "bye"}]
+    assert TOKENIZER.render_chat(answered) == f"{BOS}SYS{USER}hi{ASSISTANT}yo{EOS}{USER}bye{ASSISTANT}"
+    assert TOKENIZER.render_chat(messages[1:], add_generation_prompt=False) == f"{BOS}{USER}hi"
+
+
+def test_special_tokens_of_a_prompt_are_single_ids():
+    ids = TOKENIZER.encode(TOKENIZER.render_chat([{"role": "user", "content": "hi"}]), add_special_tokens=False)
+    assert (ids[0], ids[1], ids[-1]) == (0, 3, 4)
+
+
+@pytest.mark.parametrize("text", ["\ud800", "a\udfffb"])
+def test_half_a_surrogate_pair_is_refused(text: str):
+    with pytest.raises(RequestError, match="not valid Unicode"):
+        TOKENIZER.encode(text)
+
+
+def copy_with_config(folder, config: dict) -> Tokenizer:
+    shutil.copy(CHECKPOINT / "tokenizer.json", folder)
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    tokenizer = Tokenizer.load(folder)
+    assert tokenizer is not None
+    return tokenizer
+
+
+def test_a_template_runs_in_a_sandbox(tmp_path):
+    escape = "{{ ''.__class__.__mro__[1].__subclasses__() }}"
+    with pytest.raises(RequestError, match="chat template refused"):
+        copy_with_config(tmp_path, {"chat_template": escape}).render_chat([])
+
+
+@pytest.mark.parametrize("template", ["{{ raise_exception('no such role') }}", "{{ messages[0].content + 1 }}"])
+def test_messages_that_the_template_refuses(tmp_path, template: str):
+    with pytest.raises(RequestError, match="chat template refused"):
+        copy_with_config(tmp_path, {"chat_template": template}).render_chat([{"role": "user", "content": "hi"}])
+
+
+def test_a_checkpoint_without_template(tmp_path):
+    with pytest.raises(RequestError, match="has no chat template"):
+        copy_with_config(tmp_path, {}).render_chat([{"role": "user", "content": "hi"}])
+
+
+def test_a_template_file_of_its_own_wins(tmp_path):
+    (tmp_path / "chat_template.jinja").write_text("{{ bos_token }}{{ messages[0].content }}")
+    tokenizer = copy_with_config(tmp_path, {"bos_token": "<b>", "chat_template": "other"})
+    assert tokenizer.render_chat([{"content": "hi"}]) == "<b>hi"
+
+
+def test_folders_without_a_tokenizer_and_with_a_damaged_one(tmp_path):
+    assert Tokenizer.load(tmp_path) is None
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        Tokenizer.load(tmp_path)
