@@ -3,7 +3,8 @@
 `LLM` is the offline API, `dsjax serve` the server. Importing dsjax is light; JAX is loaded when LLM is first used.
 
 GPU memory is taken as needed rather than in one block (dsjax sets XLA_PYTHON_CLIENT_PREALLOCATE=false unless you set
-it), so that several engines can follow each other in one process and LLM.close() really gives memory back.
+it), so that several engines can follow each other in one process and LLM.close() really gives memory back. JAX may use
+95% of it (XLA_PYTHON_CLIENT_MEM_FRACTION, likewise).
 """
 
 import os
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from dsjax.engine.llm import LLM
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.95")
 
 __version__ = "0.1.0"
 __all__ = ["LLM", "DsjaxError", "SamplingParams", "__version__"]

@@ -117,7 +117,8 @@ class Runner:
     def _sample(self, body: dict[str, Any], count: int) -> StepResult:
         key = ProgramKey("tail", pick(self.buckets.tails, count))
         tail = self.executor.run(self.programs[key], {name: body[name] for name in ("hidden", "samples")})
-        tail["tokens"].copy_to_host_async()
+        with jax.transfer_guard_device_to_host("allow"):  # it only starts the copy
+            tail["tokens"].copy_to_host_async()
         self.counts.programs[str(key)] += 1
         return StepResult(body["hidden"], tail["tokens"], tail["logits"])
 
