@@ -9,7 +9,6 @@ PYTHON ?= $(shell for p in python3.12 python3.13 python3 python; do \
 	$$p -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 12))' >/dev/null 2>&1 && { echo $$p; break; }; done)
 UV := $(shell command -v uv 2>/dev/null)
 BIN := .venv/bin
-comma := ,
 
 .PHONY: serve test lint typecheck bench clean
 

@@ -40,7 +40,7 @@ def record(suite: str, op: str, case: str, metric: str, samples: Sequence[float]
         "card": card(),
         "date": date.today().isoformat(),
         "versions": {"python": platform.python_version()} | _versions(),
-        "command": " ".join(["python", *sys.argv]),
+        "command": " ".join(["python", "-m", f"bench.{suite}", *sys.argv[1:]]),
     }
 
 

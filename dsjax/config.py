@@ -6,9 +6,9 @@ here they are grouped by the part of the model that uses them. Nothing in this m
 
 import json
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from dsjax.errors import ConfigError
 
@@ -112,6 +112,8 @@ class RouterConfig:
 
 @dataclass(frozen=True)
 class MoEConfig:
+    """Routed experts of `expert_width` each, and shared experts that together are one MLP of `shared_width`."""
+
     router: RouterConfig
     expert_width: int
     shared_width: int
@@ -121,7 +123,6 @@ class MoEConfig:
 class ModelConfig:
     """One model of the family. `num_dense_layers` leading layers have a dense MLP, the others experts."""
 
-    architecture: str
     vocab_size: int
     hidden_size: int
     num_layers: int
@@ -142,10 +143,11 @@ class ModelConfig:
         """
         folder = Path(folder)
         fields = read_json(folder / "config.json")
+        config = cls.from_fields(fields, where=str(folder / "config.json"))
         generation = folder / "generation_config.json"
-        if generation.exists() and (eos := read_json(generation).get("eos_token_id")) is not None:
-            fields = fields | {"eos_token_id": eos}
-        return cls.from_fields(fields, where=str(folder / "config.json"))
+        if not generation.exists():
+            return config
+        return replace(config, eos_token_ids=_Reader(read_json(generation), str(generation)).eos(config.eos_token_ids))
 
     @classmethod
     def from_fields(cls, fields: dict[str, Any], where: str = "config.json") -> "ModelConfig":
@@ -180,7 +182,6 @@ class _Reader:
         if not 0 <= num_dense <= num_layers:
             self._fail("first_k_dense_replace", f"is {num_dense}, outside 0..num_hidden_layers ({num_layers})")
         return ModelConfig(
-            architecture=architecture,
             vocab_size=self._positive("vocab_size"),
             hidden_size=self._positive("hidden_size"),
             num_layers=num_layers,
@@ -191,12 +192,12 @@ class _Reader:
             attention=self._attention(),
             moe=self._moe(is_v2=architecture == "DeepseekV2ForCausalLM"),
             num_mtp_layers=self._int("num_nextn_predict_layers", default=0),
-            eos_token_ids=self._eos(),
+            eos_token_ids=self.eos(()),
         )
 
     def _architecture(self) -> str:
         names = self.fields.get("architectures")
-        if not isinstance(names, list) or not names:
+        if not isinstance(names, list) or not names or not isinstance(names[0], str):
             self._fail("architectures", "is missing; expected a list such as ['DeepseekV3ForCausalLM']")
         name = names[0]
         if name in RECOGNISED:
@@ -217,8 +218,8 @@ class _Reader:
         for name, value in only.items():
             if self.fields.get(name, value) != value:
                 self._fail(name, f"is {self.fields[name]!r}; dsjax implements {value!r} only")
-        quantization = self.fields.get("quantization_config")
-        if quantization is not None:
+        quantization = self._object("quantization_config")
+        if quantization:
             method, block = quantization.get("quant_method"), quantization.get("weight_block_size")
             if method != "fp8" or block != [128, 128]:
                 self._fail("quantization_config", f"is {method!r} with blocks {block}; expected fp8 with [128, 128]")
@@ -245,10 +246,10 @@ class _Reader:
     def _rope(self) -> RopeConfig:
         """transformers 5 nests everything in rope_parameters; published files use rope_theta beside rope_scaling."""
         name = "rope_parameters" if self.fields.get("rope_parameters") else "rope_scaling"
-        scaling = self.fields.get(name) or {}
+        scaling = self._object(name)
         theta = scaling.get("rope_theta", self.fields.get("rope_theta"))
-        if not isinstance(theta, int | float) or theta <= 0:
-            self._fail("rope_theta", f"is {theta!r}, expected a positive number")
+        if not _is_number(theta) or theta <= 1:
+            self._fail("rope_theta", f"is {theta!r}, expected a number above 1")
         dim = self._positive("qk_rope_head_dim")
         if dim % 2:
             self._fail("qk_rope_head_dim", f"is {dim}, but rotary channels come in pairs")
@@ -259,17 +260,18 @@ class _Reader:
         return RopeConfig(dim, float(theta), bool(self.fields.get("rope_interleave", True)), yarn)
 
     def _yarn(self, name: str, scaling: dict[str, Any]) -> YarnConfig:
-        keys = {"factor": "factor", "original_max_position_embeddings": "original_max_position"}
-        optional = {key: key for key in ("beta_fast", "beta_slow", "mscale", "mscale_all_dim")}
+        names = {"factor": "factor", "original_max_position_embeddings": "original_max_position"}
+        names |= {key: key for key in ("beta_fast", "beta_slow", "mscale", "mscale_all_dim")}
         values = {}
-        for key, attribute in (keys | optional).items():
-            value = scaling.get(key)
-            if value is None and key in keys:
+        for key, attribute in names.items():
+            value, may_be_zero = scaling.get(key), key.startswith("mscale")
+            if value is None and key in ("factor", "original_max_position_embeddings"):
                 self._fail(f"{name}.{key}", "is missing, but rope type yarn needs it")
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or value < 0):
-                self._fail(f"{name}.{key}", f"is {value!r}, expected a number of at least 0")
-            if value is not None:
-                values[attribute] = value
+            if value is None:
+                continue
+            if not _is_number(value) or value < 0 or (value == 0 and not may_be_zero):
+                self._fail(f"{name}.{key}", f"is {value!r}, expected a positive number")
+            values[attribute] = value
         return YarnConfig(**values)
 
     def _moe(self, is_v2: bool) -> MoEConfig:
@@ -310,10 +312,13 @@ class _Reader:
         if router.experts_per_token > reachable:
             self._fail("num_experts_per_tok", f"is {router.experts_per_token}, but only {reachable} can be chosen")
 
-    def _eos(self) -> tuple[int, ...]:
+    def eos(self, default: tuple[int, ...]) -> tuple[int, ...]:
+        """The end-of-text ids, `default` if the file names none."""
         value = self.fields.get("eos_token_id")
-        ids = value if isinstance(value, list) else [] if value is None else [value]
-        if not all(isinstance(token, int) and token >= 0 for token in ids):
+        if value is None:
+            return default
+        ids = value if isinstance(value, list) else [value]
+        if not all(isinstance(token, int) and not isinstance(token, bool) and token >= 0 for token in ids):
             self._fail("eos_token_id", f"is {value!r}, expected a token id or a list of them")
         return tuple(ids)
 
@@ -340,11 +345,24 @@ class _Reader:
             self._fail(name, f"is {value!r}, expected an integer")
         return value
 
+    def _object(self, name: str) -> dict[str, Any]:
+        """The object in field `name`, empty if the field is missing or null."""
+        value = self.fields.get(name)
+        if value is not None and not isinstance(value, dict):
+            self._fail(name, f"is {value!r}, expected an object or null")
+        return value or {}
+
     def _number(self, name: str, default: float) -> float:
-        value = self.fields.get(name, default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        value = self.fields.get(name)
+        value = default if value is None else value
+        if not _is_number(value) or value <= 0:
             self._fail(name, f"is {value!r}, expected a positive number")
         return float(value)
 
     def _fail(self, name: str, problem: str):
         raise ConfigError(f"{self.where}: {name} {problem}.")
+
+
+def _is_number(value: Any) -> TypeGuard[float]:
+    """Whether `value` is a finite number (JSON readers accept NaN and Infinity, and Python takes bools for ints)."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

@@ -47,27 +47,29 @@ class DecoderLayer(nnx.Module):
 class Model(nnx.Module):
     """A DeepSeek language model of any supported generation.
 
-    `dtype` is that of weights and activations. `ropes` and `page_kinds` say which rotary tables a step prepares and
-    what the cache stores per token; `hidden_shape` is the shape of one token's row between body and tail.
+    `dtype` is that of weights and activations.
     """
 
     def __init__(self, config: ModelConfig, dtype: jnp.dtype, ops: Ops, tp: TensorParallel):
         self.embed = Embedding(config, dtype, tp)
         self.layers = nnx.List(DecoderLayer(config, i, dtype, ops, tp) for i in range(config.num_layers))
         self.head = Head(config, dtype, tp)
-        self.config, self.dtype, self.tp = config, dtype, tp
+        self.config, self.dtype = config, dtype
 
     @property
     def ropes(self) -> tuple[tuple[str, RopeConfig], ...]:
+        """Rotary tables by name."""
         return ((ROPE, self.config.attention.rope),)
 
     @property
     def page_kinds(self) -> tuple[PageKind, ...]:
+        """What the cache holds per token."""
         pool = PoolSpec(LATENT, self.config.num_layers, self.config.attention.latent_width, self.dtype)
         return (PageKind(LATENT, (pool,)),)
 
     @property
     def hidden_shape(self) -> tuple[int, ...]:
+        """Shape of one token's row between body and tail."""
         return (self.config.hidden_size,)
 
     def pieces(self) -> Iterator[tuple[str, nnx.Module]]:

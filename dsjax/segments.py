@@ -143,8 +143,10 @@ def cut(calls: Sequence[Call], plan: str, results: Iterable[str]) -> list[Link]:
         groups = [[call] for call in calls]
     elif plan == "layer":
         groups = [list(group) for _, group in groupby(calls, key=lambda call: call.layer)]
-    else:
+    elif plan == "step":
         groups = [list(calls)]
+    else:
+        raise ValueError(f"plan is {plan!r}, expected piece, layer or step")
     links, live = [], set(results)
     for group in reversed(groups):
         link = _link(group, live)

@@ -73,7 +73,10 @@ def make_mesh(tp: int) -> Mesh:
     """A mesh of the first `tp` devices. Raises OptionError if there are fewer."""
     devices = jax.devices()
     if not 1 <= tp <= len(devices):
-        raise OptionError(f"tp={tp} needs {tp} devices, but {len(devices)} of kind {devices[0].platform} are visible.")
+        raise OptionError(
+            f"tp={tp} needs {tp} devices, but JAX sees {len(devices)} ({devices[0].platform}). Choose tp up to "
+            f"{len(devices)}, or check CUDA_VISIBLE_DEVICES."
+        )
     return jax.make_mesh((tp,), (TP,), devices=devices[:tp], axis_types=(AxisType.Auto,))
 
 

@@ -8,7 +8,7 @@ from collections import Counter
 
 logger = logging.getLogger("dsjax")
 counters: Counter[str] = Counter()
-_warned: set[str] = set()
+_said: set[str] = set()
 
 
 def count(name: str, amount: int = 1) -> None:
@@ -16,9 +16,8 @@ def count(name: str, amount: int = 1) -> None:
     counters[name] += amount
 
 
-def warn_once(name: str, message: str) -> None:
-    """Count `name`, and log `message` the first time that it happens in this process."""
-    count(name)
-    if name not in _warned:
-        _warned.add(name)
+def warn_once(message: str) -> None:
+    """Log `message` the first time that it is given in this process."""
+    if message not in _said:
+        _said.add(message)
         logger.warning(message)

@@ -20,19 +20,14 @@ class TextStream:
         self._tokenizer = tokenizer
         self._stream = DecodeStream(skip_special_tokens=True)
         self._ids: list[int] = []
-        self._sent = ""
+        self._sent = 0
 
-    def push(self, ids: Sequence[int]) -> str:
-        """The text that `ids` complete."""
+    def push(self, ids: Sequence[int], last: bool = False) -> str:
+        """The text that `ids` complete; with the `last` ones also the bytes of an unfinished character, as U+FFFD."""
         self._ids += ids
         text = "".join(self._stream.step(self._tokenizer, token) or "" for token in ids)
-        self._sent += text
-        return text
-
-    def finish(self) -> str:
-        """The text still held back: the bytes of an unfinished character come as U+FFFD."""
-        whole = self._tokenizer.decode(self._ids, skip_special_tokens=True)
-        return whole.removeprefix(self._sent)
+        self._sent += len(text)
+        return text + self._tokenizer.decode(self._ids, skip_special_tokens=True)[self._sent :] if last else text
 
 
 class Tokenizer:
@@ -41,8 +36,9 @@ class Tokenizer:
     def __init__(self, fast: FastTokenizer, config: dict[str, Any]):
         self._fast = fast
         self._tokens = {name: _token_text(config.get(name)) for name in ("bos_token", "eos_token")}
-        template = config.get("chat_template")
-        self._template = _environment().from_string(template) if isinstance(template, str) else None
+        self._bos_id = fast.token_to_id(self._tokens["bos_token"]) if config.get("add_bos_token") else None
+        template = _chat_template(config.get("chat_template"))
+        self._template = None if template is None else _environment().from_string(template)
 
     @classmethod
     def load(cls, folder: Path) -> "Tokenizer | None":
@@ -60,12 +56,8 @@ class Tokenizer:
         except Exception as error:  # noqa: BLE001 (tokenizers raises bare Exception for a damaged file)
             raise CheckpointError(f"The tokenizer in {folder} cannot be read: {error}") from None
 
-    @property
-    def vocab_size(self) -> int:
-        return self._fast.get_vocab_size()
-
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of `text`, after the begin-of-text token that the tokenizer adds with `add_special_tokens`.
+        """Token ids of `text`, after the begin-of-text token if the checkpoint has one and `add_special_tokens` is set.
 
         Raises RequestError for text that is not valid Unicode (lone surrogates).
         """
@@ -73,7 +65,10 @@ class Tokenizer:
             text.encode()
         except UnicodeEncodeError as error:
             raise RequestError(f"The text is not valid Unicode: {error}.", param="prompt") from None
-        return self._fast.encode(text, add_special_tokens=add_special_tokens).ids
+        ids = self._fast.encode(text, add_special_tokens=add_special_tokens).ids
+        if add_special_tokens and self._bos_id is not None and ids[:1] != [self._bos_id]:
+            return [self._bos_id, *ids]
+        return ids
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of `ids`, without special tokens."""
@@ -101,14 +96,38 @@ class Tokenizer:
             raise RequestError(f"The chat template refused these messages: {error}", param="messages") from None
 
 
+def encode_prompt(text: str, tokenizer: Tokenizer | None) -> list[int]:
+    """Token ids of a text prompt. Raises RequestError if it is empty, or there is no tokenizer."""
+    if tokenizer is None:
+        raise RequestError("This model has no tokenizer.json, so it takes no text; give token ids.", param="prompt")
+    if not text:
+        raise RequestError("The prompt is empty; give at least one token.", param="prompt")
+    return tokenizer.encode(text)
+
+
 def _environment() -> jinja2.Environment:
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+    """What chat templates are written for: transformers' environment, whose tojson does not escape for HTML."""
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+    )
+    environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise_template_error
     return environment
 
 
+def _to_json(value: Any, indent: int | None = None) -> str:
+    return json.dumps(value, ensure_ascii=False, indent=indent)
+
+
 def _raise_template_error(message: str):
     raise jinja2.TemplateError(message)
+
+
+def _chat_template(entry: Any) -> str | None:
+    """tokenizer_config.json holds one template, or a list of named ones."""
+    if isinstance(entry, list):
+        entry = {item.get("name"): item.get("template") for item in entry if isinstance(item, dict)}.get("default")
+    return entry if isinstance(entry, str) else None
 
 
 def _token_text(token: Any) -> str:

@@ -38,8 +38,7 @@ class _Answer:
         self.output_tokens += len(batch.token_ids)
         if self.text is None:
             return ""
-        text = self.text.push(batch.token_ids)
-        return text + self.text.finish() if batch.finish_reason else text
+        return self.text.push(batch.token_ids, last=batch.finish_reason is not None)
 
 
 class Answers:

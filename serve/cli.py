@@ -1,5 +1,6 @@
 """The `dsjax` command. Each subcommand imports what it needs when it runs, so that --help and errors come at once."""
 
+import math
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -8,7 +9,9 @@ import typer
 
 import dsjax
 from dsjax.engine.options import DTYPES, LOAD_FORMATS, PLANS, EngineOptions
-from dsjax.errors import DsjaxError
+from dsjax.errors import DsjaxError, OptionError
+
+DEFAULTS = EngineOptions()
 
 app = typer.Typer(
     help="DeepSeek inference in JAX.",
@@ -66,12 +69,18 @@ def serve(
         tuple | None, typer.Option(parser=_parse_buckets, metavar="N,N,...", help="Token buckets, smallest first.")
     ] = None,
     max_num_seqs: Annotated[int | None, typer.Option(help="Most requests that run at once.")] = None,
-    plan: Annotated[str, typer.Option(metavar="|".join(PLANS), help="Granularity of compilation.")] = "auto",
-    load_format: Annotated[str, typer.Option(metavar="|".join(LOAD_FORMATS), help="dummy: random weights.")] = "auto",
-    dtype: Annotated[str, typer.Option(metavar="|".join(DTYPES), help="Number format of the model.")] = "auto",
-    tp: Annotated[int, typer.Option(help="Devices to split the model over.")] = 1,
+    plan: Annotated[
+        str, typer.Option(metavar="|".join(PLANS), help="How much goes into one executable; auto: step.")
+    ] = DEFAULTS.plan,
+    load_format: Annotated[
+        str, typer.Option(metavar="|".join(LOAD_FORMATS), help="dummy: random weights.")
+    ] = DEFAULTS.load_format,
+    dtype: Annotated[str, typer.Option(metavar="|".join(DTYPES), help="Number format of the model.")] = DEFAULTS.dtype,
+    tp: Annotated[int, typer.Option(help="Devices to split the model over.")] = DEFAULTS.tp,
     kv_tokens: Annotated[int | None, typer.Option(help="Size of the cache in tokens.")] = None,
-    gpu_memory_fraction: Annotated[float, typer.Option(help="Share of the GPU's memory to use.")] = 0.85,
+    gpu_memory_fraction: Annotated[
+        float, typer.Option(help="Share of the GPU's memory to use.")
+    ] = DEFAULTS.gpu_memory_fraction,
     cache_dir: Annotated[str | None, typer.Option(help="Folder for compiled executables.")] = None,
     drain_timeout: Annotated[
         float, typer.Option(min=0, help="Seconds that open requests have to finish after SIGTERM.")
@@ -103,6 +112,8 @@ def _run_server(
     from dsjax.serve.logs import set_up_logging
     from dsjax.serve.server import Server, ServerOptions
 
+    if not math.isfinite(drain_timeout_s):
+        raise OptionError(f"--drain-timeout is {drain_timeout_s}, expected a number of seconds.")
     folder = resolve_model(model)
     default = "demo" if model == "demo" else Path(folder).resolve().name
     set_up_logging("http")

@@ -9,14 +9,15 @@ from functools import partial
 from fastapi import APIRouter, Request, Response
 
 from dsjax.engine.request import Request as EngineRequest
+from dsjax.errors import RequestError
 from dsjax.serve.answers import Answers
 from dsjax.serve.context import Context, FromApp
 from dsjax.serve.disconnect import until_disconnect
 from dsjax.serve.event_stream import EventStream, event
-from dsjax.serve.prompts import encode_prompts
 from dsjax.serve.protocol import Completion, CompletionChoice, CompletionRequest
 from dsjax.serve.request_id import request_id_of
 from dsjax.serve.unsupported import UNSUPPORTED_COMPLETION, check_extra_fields
+from dsjax.tokenizer import encode_prompt
 
 router = APIRouter()
 
@@ -45,9 +46,16 @@ def _engine_requests(body: CompletionRequest, context: Context, request_id: str)
     """One request per prompt, all checked. Takes a while for long prompts, so it runs in a thread."""
     limits = context.engine.limits
     params = body.sampling_params(DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens)
-    prompts = encode_prompts(body.prompt, context.tokenizer, limits)
-    ids = [request_id, *(f"{request_id}-{place}" for place in range(1, len(prompts)))]
-    return [EngineRequest.create(*pair, params, limits) for pair in zip(ids, prompts, strict=True)]
+    ids = [request_id, *(f"{request_id}-{place}" for place in range(1, len(body.prompt)))]
+    requests = []
+    for place, (each_id, prompt) in enumerate(zip(ids, body.prompt, strict=True)):
+        try:
+            tokens = encode_prompt(prompt, context.tokenizer) if isinstance(prompt, str) else prompt
+            requests.append(EngineRequest.create(each_id, tokens, params, limits))
+        except RequestError as error:
+            which = f"prompt[{place}]: " if len(ids) > 1 else ""
+            raise RequestError(f"{which}{error}", error.param) from None
+    return requests
 
 
 async def _events(answers: Answers, frame: partial[Completion], with_usage: bool) -> AsyncGenerator[str]:

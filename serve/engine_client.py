@@ -82,11 +82,6 @@ class EngineClient:
         assert self._limits is not None, "the engine has not started"
         return self._limits
 
-    @property
-    def pid(self) -> int | None:
-        """The engine's process id."""
-        return self._process.pid
-
     async def start(self) -> None:
         """Start the process and wait until it is ready. Raises DsjaxError if the engine cannot be built."""
         self._process.start()

@@ -10,7 +10,6 @@ import shutil
 import signal
 import sys
 import threading
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -134,11 +133,10 @@ class EngineLoop:
 def _serve(channel: Channel, model_folder: Path, options: EngineOptions) -> str | None:
     """Build the engine and run it until told to stop; returns what went wrong, if something did."""
     try:
-        begin = time.perf_counter()
         from dsjax.engine.core import Engine
 
         engine = Engine(model_folder, options)
-        channel.send(Ready(engine.limits, time.perf_counter() - begin))
+        channel.send(Ready(engine.limits))
         EngineLoop(engine, channel).run()
         engine.close()
     except DsjaxError as error:

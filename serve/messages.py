@@ -33,7 +33,6 @@ class Ready(msgspec.Struct, tag="ready", array_like=True, frozen=True):
     """The engine can take requests within `limits`."""
 
     limits: Limits
-    start_s: float
 
 
 class Failed(msgspec.Struct, tag="failed", array_like=True, frozen=True):

@@ -1,11 +1,6 @@
-"""Prompts as clients send them, and the token ids that they come to."""
+"""Prompts as clients send them."""
 
-from collections.abc import Sequence
 from typing import Any
-
-from dsjax.engine.request import Limits
-from dsjax.errors import RequestError
-from dsjax.tokenizer import Tokenizer
 
 Prompt = str | list[int]
 
@@ -25,37 +20,6 @@ def split_prompts(value: Any) -> list[Prompt]:
         if not (is_ids or isinstance(item, str)) or isinstance(item, str) != isinstance(value[0], str):
             raise ValueError(f"item {place} does not fit: give only texts, only token ids, or only lists of token ids")
     return value
-
-
-def encode_prompts(prompts: Sequence[Prompt], tokenizer: Tokenizer | None, limits: Limits) -> list[list[int]]:
-    """Token ids of each prompt, checked against `limits`. Raises RequestError that names the prompt at fault."""
-    encoded = []
-    for place, prompt in enumerate(prompts):
-        try:
-            ids = _encode(prompt, tokenizer) if isinstance(prompt, str) else prompt
-            limits.check_prompt(ids)
-        except RequestError as error:
-            which = f"prompt[{place}]: " if len(prompts) > 1 else ""
-            raise RequestError(f"{which}{error}", param="prompt") from None
-        encoded.append(ids)
-    return encoded
-
-
-def encode_text(text: str, tokenizer: Tokenizer, add_special_tokens: bool, param: str) -> list[int]:
-    """Token ids of `text`. JSON can hold half a surrogate pair, which is no text: RequestError that names `param`."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise RequestError(f"The {param} holds half a surrogate pair (\\ud800 to \\udfff).", param=param) from None
-    return tokenizer.encode(text, add_special_tokens)
-
-
-def _encode(text: str, tokenizer: Tokenizer | None) -> list[int]:
-    if tokenizer is None:
-        raise RequestError("This model has no tokenizer, so it takes no text; give token ids.", param="prompt")
-    if not text:
-        raise RequestError("The prompt is empty; give at least one token.", param="prompt")
-    return encode_text(text, tokenizer, add_special_tokens=True, param="prompt")
 
 
 def _is_token(value: Any) -> bool:

@@ -164,10 +164,14 @@ def _bound_socket(host: str, port: int) -> socket.socket:
     """A socket that has its address but does not listen: a taken port shows at once, not after loading a model."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        bound = socket.socket(family, kind, protocol)
+    except (OSError, OverflowError) as error:
+        raise _cannot_listen(host, port, error) from None
+    bound = socket.socket(family, kind, protocol)
+    try:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         bound.bind(address)
     except (OSError, OverflowError) as error:
+        bound.close()
         raise _cannot_listen(host, port, error) from None
     return bound
 

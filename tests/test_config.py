@@ -80,7 +80,14 @@ def test_generation_config_overrides_the_end_of_text_ids(tmp_path):
         ({"num_key_value_heads": 8}, "num_key_value_heads is 8"),
         ({"qk_rope_head_dim": 63}, "qk_rope_head_dim is 63"),
         ({"kv_lora_rank": None}, "kv_lora_rank is missing"),
-        ({"rope_theta": None}, "rope_theta"),
+        ({"rope_theta": None}, "rope_theta is None"),
+        ({"rope_theta": True}, "rope_theta is True"),
+        ({"rope_theta": 1}, "rope_theta is 1"),
+        ({"rope_theta": float("nan")}, "rope_theta is nan"),
+        ({"architectures": [["x"]]}, "architectures"),
+        ({"rope_scaling": "yarn"}, "rope_scaling is 'yarn'"),
+        ({"rope_scaling": {"type": "yarn", "factor": 0}}, "rope_scaling.factor is 0"),
+        ({"quantization_config": [1]}, "quantization_config is [1]"),
         ({"rope_scaling": {"type": "linear", "factor": 4}}, "rope_scaling.type is 'linear'"),
         ({"rope_scaling": {"type": "yarn", "factor": 40}}, "rope_scaling.original_max_position_embeddings is missing"),
         ({"rope_scaling": {"type": "yarn", "factor": -1}}, "rope_scaling.factor is -1"),
@@ -109,6 +116,17 @@ def test_bad_field_is_named(changes: dict, field: str):
 def test_renormalised_v2_weights_are_refused():
     with pytest.raises(ConfigError, match="norm_topk_prob is true"):
         ModelConfig.from_fields(published_fields("v2_lite") | {"norm_topk_prob": True})
+
+
+def test_a_bad_id_in_generation_config_is_blamed_on_that_file(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(published_fields()))
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": "no"}))
+    with pytest.raises(ConfigError, match=r"generation_config\.json: eos_token_id is 'no'"):
+        ModelConfig.load(tmp_path)
+
+
+def test_null_means_missing():
+    assert ModelConfig.from_fields(published_fields() | {"rms_norm_eps": None}).norm_eps == 1e-6
 
 
 @pytest.mark.parametrize("content", [None, "{", "[1]", b"\xff\xfe"])

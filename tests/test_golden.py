@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from dsjax import LLM, SamplingParams
+from dsjax.engine.request import Request
 from tests.conftest import GOLDEN
 
 CASES = ("v2_lite", "v2", "v3", "moonlight")
@@ -32,6 +33,29 @@ class TestAgainstTransformers:
         expected = golden(case)
         logits = make_llm(case, plan=plan).logits(expected["tokens"].tolist(), chunk_tokens)
         assert logit_error(logits, expected["logits"]) < TOLERANCE
+
+    def test_logits_after_chunks_of_the_whole_bucket(
+        self, make_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch, case: str, plan: str
+    ):
+        """Prompts cut into chunks of 32 tokens, cold and over cached ones: the logits behind their last tokens."""
+        expected, engine = golden(case), make_llm(case, plan=plan).engine
+        lengths = (17, 64, 33)
+        found: dict[str, np.ndarray] = {}
+        dispatch = engine.runner.dispatch
+
+        def keep_logits(step, collect_all):
+            result = dispatch(step, collect_all)
+            found.update((request.id, np.asarray(result.logits)[i]) for i, request in enumerate(step.sampling))
+            return result
+
+        monkeypatch.setattr(engine.runner, "dispatch", keep_logits)
+        for length in lengths:
+            prompt = expected["tokens"][:length].tolist()
+            engine.add(Request.create(str(length), prompt, SamplingParams(max_tokens=1), engine.limits))
+        while engine.has_work:
+            engine.step()
+        for length in lengths:
+            assert logit_error(found[str(length)], expected["logits"][length - 1]) < TOLERANCE
 
     def test_greedy_tokens_in_a_mixed_batch(self, make_llm: Callable[..., LLM], case: str, plan: str):
         """Prompts of 5, 37 and 100 tokens at once: chunks of the long one run beside decode tokens of the others."""

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from dsjax import LLM, SamplingParams
-from dsjax.aot.planner import ProgramKey
+from dsjax.aot.planner import ProgramKey, body_shape
 from dsjax.engine.packing import pack_step
 from dsjax.engine.request import Request
 from dsjax.engine.scheduler import Step
@@ -37,7 +37,7 @@ class Harness:
         """Logits of the step's samples. `poison`: garbage in every pad place and NaN in every page."""
         runner = self.llm.engine.runner
         key = ProgramKey("decode", runner.rows) if step.is_decode else ProgramKey("mixed", BUCKET)
-        shape = StepShape(key.bucket, runner.rows, has_prefill=not step.is_decode)
+        shape = body_shape(key, runner.rows)
         packed = pack_step(step, shape, runner.kinds)
         if poison:
             packed = self.with_garbage(packed, shape, step.num_tokens)
@@ -97,6 +97,35 @@ def test_after_a_long_request_in_the_same_buckets(harness: Harness):
     after = harness.run(step, poison=False)
     harness.forget(1)
     np.testing.assert_array_equal(before, after)
+
+
+def test_decode_tokens_over_cached_context_beside_nan_pages(make_llm):
+    """Second step: two requests with context decode; everything that neither of them has stored is NaN."""
+    harness = Harness(make_llm())
+    step = harness.scheduled(prompts([20, 3]))
+    harness.run(step, poison=False)
+    engine = harness.llm.engine
+    engine.scheduler.collect(step, [7, 8])  # known to the host, so that the step may be run twice
+    second = engine.scheduler.schedule()
+    assert second is not None
+    assert second.is_decode
+    clean = harness.run(second, poison=False)
+    keep_only_stored(engine.runner.executor.state["pools"], engine.scheduler.running)
+    poisoned = harness.run(second, poison=False)
+    harness.forget(2)
+    assert np.isfinite(clean).all()
+    np.testing.assert_array_equal(clean, poisoned)
+
+
+def keep_only_stored(pools: dict[str, jax.Array], requests: list[Request]) -> None:
+    """NaN wherever no request has stored a token."""
+    pool = np.asarray(pools["latent"])
+    kept = np.full_like(pool, np.nan)
+    for request in requests:
+        for position in range(request.computed):
+            place = request.pages["latent"][position // 64], position % 64
+            kept[:, *place] = pool[:, *place]
+    pools["latent"] = jax.device_put(jnp.asarray(kept), pools["latent"].sharding)
 
 
 def test_nan_hidden_rows_stay_in_their_places(make_llm):

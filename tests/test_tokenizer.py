@@ -33,8 +33,8 @@ def test_any_text_survives_a_round_trip(text: str):
 @given(st.lists(st.integers(17, 4095), max_size=30))
 def test_a_stream_gives_the_decoded_text_and_never_half_a_character(ids: list[int]):
     stream = TOKENIZER.stream()
-    pieces = [stream.push([token]) for token in ids]
-    assert "".join(pieces) + stream.finish() == TOKENIZER.decode(ids)
+    pieces = [stream.push([token]) for token in ids] + [stream.push([], last=True)]
+    assert "".join(pieces) == TOKENIZER.decode(ids)
 
 
 def test_characters_of_several_tokens_come_whole():
@@ -51,7 +51,7 @@ def test_an_unfinished_character_is_flushed_at_the_end():
     ids = TOKENIZER.encode("🌶", add_special_tokens=False)[:-1]
     stream = TOKENIZER.stream()
     assert stream.push(ids) == ""
-    assert set(stream.finish()) == {"\ufffd"}
+    assert set(stream.push([], last=True)) == {"\ufffd"}
 
 
 def test_begin_of_text_only_when_asked_for():
@@ -71,6 +71,20 @@ def test_chat_prompts_have_the_form_of_v3():
 def test_special_tokens_of_a_prompt_are_single_ids():
     ids = TOKENIZER.encode(TOKENIZER.render_chat([{"role": "user", "content": "hi"}]), add_special_tokens=False)
     assert (ids[0], ids[1], ids[-1]) == (0, 3, 4)
+
+
+def test_begin_of_text_that_only_the_config_asks_for(tmp_path):
+    """Published tokenizer.json files do not add it themselves."""
+    fields = json.loads((CHECKPOINT / "tokenizer.json").read_text())
+    fields["post_processor"] = None
+    (tmp_path / "tokenizer.json").write_text(json.dumps(fields))
+    for wanted in (True, False):
+        config = {"bos_token": BOS, "add_bos_token": wanted}
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+        tokenizer = Tokenizer.load(tmp_path)
+        assert tokenizer is not None
+        assert tokenizer.encode("Hello") == [0] * wanted + TOKENIZER.encode("Hello", add_special_tokens=False)
+        assert 0 not in tokenizer.encode("Hello", add_special_tokens=False)
 
 
 @pytest.mark.parametrize("text", ["\ud800", "a\udfffb"])
@@ -102,6 +116,24 @@ def test_messages_that_the_template_refuses(tmp_path, template: str):
 def test_a_checkpoint_without_template(tmp_path):
     with pytest.raises(RequestError, match="has no chat template"):
         copy_with_config(tmp_path, {}).render_chat([{"role": "user", "content": "hi"}])
+
+
+@pytest.mark.parametrize(
+    ("template", "text"),
+    [
+        ("{{ messages[0].content | tojson }}", '"it\'s <b> é"'),
+        ("{% for m in messages %}{{ m.content }}{% break %}{% endfor %}", "it's <b> é"),
+    ],
+)
+def test_templates_see_what_they_are_written_for(tmp_path, template: str, text: str):
+    """No HTML escapes in JSON, and loop controls."""
+    messages = [{"role": "user", "content": "it's <b> é"}] * 2
+    assert copy_with_config(tmp_path, {"chat_template": template}).render_chat(messages) == text
+
+
+def test_the_default_of_several_templates(tmp_path):
+    named = [{"name": "rag", "template": "no"}, {"name": "default", "template": "yes"}]
+    assert copy_with_config(tmp_path, {"chat_template": named}).render_chat([]) == "yes"
 
 
 def test_a_template_file_of_its_own_wins(tmp_path):

@@ -18,8 +18,7 @@ from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import Mesh, NamedSharding
 
 from dsjax.aot.planner import PlannedProgram, ProgramKey
-from dsjax.aot.targets import target_of
-from dsjax.aot.xla_options import compiler_options
+from dsjax.aot.xla_options import COMPILER_OPTIONS
 from dsjax.segments import Chain, Link
 from dsjax.sharding import REPLICATED, value_partition, weight_partition
 from dsjax.telemetry import count, counters, warn_once
@@ -48,7 +47,8 @@ def keep_executables(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        warn_once("cache_dir_unusable", f"Compiled executables are not kept: {error}. Choose another cache_dir.")
+        count("executables_not_kept")
+        warn_once(f"Compiled executables are not kept: {error}. Choose another cache_dir.")
         return
     jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
@@ -81,10 +81,9 @@ def compile_programs(
     with dot_precision(dtype):
         lowered = {program.key: _lower(program, state, mesh) for program in planned}
     middle = time.perf_counter()
-    options = compiler_options(target_of(mesh.devices.flat[0]))
-    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as threads:
+    with ThreadPoolExecutor(os.cpu_count()) as threads:
         futures = {
-            key: {chain: threads.submit(_compile, chain, one, options) for chain, one in chains.items()}
+            key: {chain: threads.submit(_compile, chain, one) for chain, one in chains.items()}
             for key, chains in lowered.items()
         }
         compiled = {key: {chain: f.result() for chain, f in chains.items()} for key, chains in futures.items()}
@@ -117,8 +116,8 @@ def donated_bytes(executable: Any) -> int:
     return sum(math.prod(info.shape) * info.dtype.itemsize for info in donated_arguments(executable))
 
 
-def _compile(chain: Chain, lowered: Any, options: dict[str, Any]) -> Any:
-    executable = lowered.compile(compiler_options=options)
+def _compile(chain: Chain, lowered: Any) -> Any:
+    executable = lowered.compile(compiler_options=COMPILER_OPTIONS)
     _check_in_place(chain, executable)
     return executable
 

@@ -31,6 +31,11 @@ class ProgramKey(NamedTuple):
         return f"{self.kind}[{self.bucket}]"
 
 
+def body_shape(key: ProgramKey, rows: int) -> StepShape:
+    """The static sizes of the body `key` in a deployment with `rows` = max_num_seqs."""
+    return StepShape(tokens=key.bucket, rows=rows, has_prefill=key.kind == "mixed")
+
+
 @dataclass(frozen=True)
 class PlannedProgram:
     """A program before compilation. `arguments`: abstract values that it takes beside the state."""
@@ -72,7 +77,7 @@ def _layer_calls(model: Model) -> list[Call]:
 
 
 def _body(model: Model, layers: list[Call], key: ProgramKey, rows: int, plan: str) -> PlannedProgram:
-    shape = StepShape(tokens=key.bucket, rows=rows, has_prefill=key.kind == "mixed")
+    shape = body_shape(key, rows)
     prepare = Segment.of("prepare", Prepare(shape, model.page_kinds, model.ropes))
     calls = [Call(prepare), *layers, Call(Segment.of("collect", Collect()))]
     results = ("page_tables", "pools", "samples", "hidden")

@@ -12,21 +12,20 @@ PAGE_TOKENS = 64
 
 @dataclass(frozen=True)
 class PoolSpec:
-    """One device array [layers, pages, entries, width]: `entries` cached vectors of `width` per page and layer."""
+    """One device array [layers, pages, PAGE_TOKENS, width]: a cached vector of `width` per token and layer."""
 
     name: str
     layers: int
     width: int
     dtype: Any
-    entries: int = PAGE_TOKENS
 
     @property
     def page_bytes(self) -> int:
         """Bytes of one page over all layers."""
-        return self.layers * self.entries * self.width * self.dtype.itemsize
+        return self.layers * PAGE_TOKENS * self.width * self.dtype.itemsize
 
     def shape(self, num_pages: int) -> tuple[int, int, int, int]:
-        return (self.layers, num_pages, self.entries, self.width)
+        return (self.layers, num_pages, PAGE_TOKENS, self.width)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,6 @@ class PagePool:
     """
 
     def __init__(self, num_pages: int):
-        self.num_pages = num_pages
         self.reserved = 0
         self._free = list(range(num_pages - 1, -1, -1))
 

@@ -1,7 +1,7 @@
 """From a checkpoint folder to device arrays, checked as a whole before anything is read."""
 
 import zlib
-from functools import partial
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from dsjax.model import Model
 from dsjax.segments import weight_leaves
 from dsjax.sharding import weight_partition
 
+FORMATS = ("bfloat16", "float32")
 Weights = dict[str, tuple[jax.Array, ...]]  # flat leaves of each piece, by the piece's path in the model
 
 
@@ -33,8 +34,10 @@ def load_weights(model: Model, folder: Path, mesh: Mesh) -> Weights:
 
     def make(path: str, leaf: Any, sharding: NamedSharding) -> jax.Array:
         source = sources[path]
-        arranged = source.arrange([tensors[name] for name, _ in source.tensors])
-        host = np.array(arranged, leaf.dtype)  # a copy: device arrays on CPUs would share the mapped file
+        parts = [tensors[name] for name, _ in source.tensors]
+        host = np.asarray(source.arrange(parts), leaf.dtype)
+        if np.shares_memory(host, parts[0]):  # on CPUs the device array would share the mapped file
+            host = host.copy()
         return jax.make_array_from_callback(leaf.shape, sharding, lambda index: host[index])
 
     return _each_leaf(model, mesh, make)
@@ -51,32 +54,41 @@ def random_weights(model: Model, mesh: Mesh, seed: int = 0) -> Weights:
             value = jnp.zeros if path.endswith("bias") else jnp.ones
             return jax.device_put(value(leaf.shape, leaf.dtype), sharding)
         key = jax.random.fold_in(jax.random.key(seed, impl="rbg"), zlib.crc32(path.encode()))
-        return jax.jit(partial(_scaled_normal, leaf.shape, leaf.dtype), out_shardings=sharding)(key)
+        return _normal(leaf.shape, leaf.dtype, sharding)(key)
 
     return _each_leaf(model, mesh, make)
 
 
 def check_tensors(config: ModelConfig, tensors: dict[str, np.ndarray], where: str) -> None:
     """Raise CheckpointError, naming all that is wrong at once, unless `tensors` are exactly what `config` needs."""
+    if any(tensor.dtype.name.startswith("float8") for tensor in tensors.values()):
+        raise CheckpointError(
+            f"{where} holds FP8 weights, which this version of dsjax does not read: convert them to bf16, or use load "
+            "format 'dummy' to try the model's shapes with random weights."
+        )
     expected = checkpoint_tensors(config)
-    missing = [name for name in expected if name not in tensors]
-    unknown = [name for name in tensors if name not in expected and not is_ignored(config, name)]
     both = {name: shape for name, shape in expected.items() if name in tensors}
-    misshapen = [f"{n} {list(tensors[n].shape)} for {list(s)}" for n, s in both.items() if tensors[n].shape != s]
-    quantised = [f"{n} {tensors[n].dtype}" for n in both if tensors[n].dtype.name not in ("bfloat16", "float32")]
     problems = {
-        "missing": missing,
-        "unknown": unknown,
-        "of the wrong shape": misshapen,
-        "not bf16 or f32": quantised,
+        "missing": [name for name in expected if name not in tensors],
+        "unknown": [name for name in tensors if name not in expected and not is_ignored(config, name)],
+        "of the wrong shape": [
+            f"{n} {list(tensors[n].shape)} for {list(s)}" for n, s in both.items() if tensors[n].shape != s
+        ],
+        "not bf16 or f32": [f"{n} {tensors[n].dtype}" for n in both if tensors[n].dtype.name not in FORMATS],
     }
     found = [f"{len(names)} {what}: {listing(names)}" for what, names in problems.items() if names]
     if found:
         raise CheckpointError(f"The tensors in {where} do not fit its config.json. " + ". ".join(found) + ".")
 
 
-def _scaled_normal(shape: tuple[int, ...], dtype: Any, key: jax.Array) -> jax.Array:
-    return jax.random.normal(key, shape, dtype) * jnp.asarray(shape[-1] ** -0.5, dtype)
+@cache
+def _normal(shape: tuple[int, ...], dtype: Any, sharding: NamedSharding) -> Any:
+    """A function of a key: normal numbers that keep the scale of their input, compiled once per shape."""
+
+    def draw(key: jax.Array) -> jax.Array:
+        return jax.random.normal(key, shape, dtype) * jnp.asarray(shape[-1] ** -0.5, dtype)
+
+    return jax.jit(draw, out_shardings=sharding)
 
 
 def _each_leaf(model: Model, mesh: Mesh, make) -> Weights:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from dsjax.config import MLAConfig, ModelConfig
-from dsjax.layers.rope import half_split_order
+from dsjax.rope import half_split_order
 
 Shape = tuple[int, ...]
 

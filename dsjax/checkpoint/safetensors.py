@@ -44,7 +44,7 @@ def read_file(path: Path) -> dict[str, np.ndarray]:
     entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
     problems = [problem for name, entry in entries.items() if (problem := _problem(name, entry, len(data) - begin))]
     if problems:
-        raise CheckpointError(f"{path} is damaged or cut short; copy it again. At fault: {listing(problems)}.")
+        raise CheckpointError(f"{path} cannot be used; copy it again if it is damaged. At fault: {listing(problems)}.")
     return {name: _view(entry, data[begin:]) for name, entry in entries.items()}
 
 
@@ -64,14 +64,23 @@ def _header(path: Path, data: np.ndarray) -> tuple[dict, int]:
 
 def _problem(name: str, entry: Any, data_bytes: int) -> str | None:
     """What is wrong with a header entry, given the bytes of data that the file really holds; None if nothing is."""
-    try:
-        dtype, shape, (begin, end) = DTYPES[entry["dtype"]], tuple(entry["shape"]), entry["data_offsets"]
-        expected = math.prod(shape) * dtype.itemsize
-    except (KeyError, TypeError, ValueError):
-        return f"{name} (unknown entry {entry})"
-    if begin < 0 or end - begin != expected:
-        return f"{name} ({entry['dtype']} {list(shape)} needs {expected} bytes, its entry says {end - begin})"
-    return f"{name} (ends at byte {end} of {data_bytes})" if end > data_bytes else None
+    if not isinstance(entry, dict) or not {"dtype", "shape", "data_offsets"} <= entry.keys():
+        return f"{name} (damaged entry {entry})"
+    shape, offsets = entry["shape"], entry["data_offsets"]
+    if not (_are_sizes(shape) and _are_sizes(offsets) and len(offsets) == 2):
+        return f"{name} (damaged entry {entry})"
+    if str(entry["dtype"]) not in DTYPES:
+        return f"{name} (its format {entry['dtype']} is none that dsjax reads)"
+    begin, end = offsets
+    expected = math.prod(shape) * DTYPES[entry["dtype"]].itemsize
+    if end - begin != expected:
+        return f"{name} ({entry['dtype']} {shape} needs {expected} bytes, its entry says {end - begin})"
+    return f"{name} (cut short: ends at byte {end} of {data_bytes})" if end > data_bytes else None
+
+
+def _are_sizes(values: Any) -> bool:
+    """Whether `values` is a list of integers of at least 0."""
+    return isinstance(values, list) and all(type(value) is int and value >= 0 for value in values)
 
 
 def _view(entry: dict, data: np.ndarray) -> np.ndarray:
@@ -86,41 +95,47 @@ def listing(items: list[str], limit: int = 12) -> str:
 
 
 def read_folder(folder: Path) -> dict[str, np.ndarray]:
-    """All tensors of a checkpoint folder: one model.safetensors, or the shards that the index file lists.
+    """All tensors of a checkpoint folder: the shards that its index file lists, or else all its *.safetensors files.
 
-    Raises CheckpointError if there are no weights, or a shard of the index or a tensor in it is missing.
+    Raises CheckpointError if there are no weights, a shard or a tensor of the index is missing, or two files hold
+    the same tensor.
     """
     index = folder / "model.safetensors.index.json"
     if index.exists():
         return _read_shards(folder, index)
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
+    shards = _read_each(folder, sorted(file.name for file in folder.glob("*.safetensors")))
+    if not shards:
         raise CheckpointError(
             f"{folder} holds no *.safetensors weights. Give a complete checkpoint folder, or use load format 'dummy'."
         )
-    return {name: tensor for shard in _read_each(files).values() for name, tensor in shard.items()}
+    tensors: dict[str, np.ndarray] = {}
+    for name, shard in shards.items():
+        if twice := [tensor for tensor in shard if tensor in tensors]:
+            raise CheckpointError(f"{folder / name} holds tensors that another file holds too: {listing(twice)}.")
+        tensors |= shard
+    return tensors
 
 
 def _read_shards(folder: Path, index: Path) -> dict[str, np.ndarray]:
     try:
         places: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        names = sorted(set(places.values()))
+        names = sorted(set(map(Path, places.values())))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{index} is not a readable safetensors index: {error!r}.") from None
-    if absent := [name for name in names if not (folder / name).exists()]:
+    if absent := [str(name) for name in names if not (folder / name).exists()]:
         raise CheckpointError(f"{folder} lacks {len(absent)} of {len(names)} shards: {listing(absent)}.")
-    shards = _read_each([folder / name for name in names])
-    if lost := [name for name, shard in places.items() if name not in shards[shard]]:
+    shards = _read_each(folder, list(map(str, names)))
+    if lost := [name for name, shard in places.items() if name not in shards[str(Path(shard))]]:
         raise CheckpointError(f"{index} lists {len(lost)} tensors that its shards lack: {listing(lost)}.")
-    return {name: shards[shard][name] for name, shard in places.items()}
+    return {name: shards[str(Path(shard))][name] for name, shard in places.items()}
 
 
-def _read_each(files: list[Path]) -> dict[str, dict[str, np.ndarray]]:
-    """Tensors by file name. The problems of all files come in one CheckpointError."""
+def _read_each(folder: Path, names: list[str]) -> dict[str, dict[str, np.ndarray]]:
+    """Tensors by file. The problems of all files come in one CheckpointError."""
     shards, problems = {}, []
-    for file in files:
+    for name in names:
         try:
-            shards[file.name] = read_file(file)
+            shards[name] = read_file(folder / name)
         except CheckpointError as error:
             problems.append(str(error))
     if problems:

@@ -1,4 +1,4 @@
-"""The demo model: a tiny DeepSeek-V3, trained on Shakespeare, that comes with dsjax. The other modules made it."""
+"""The demo model: a tiny DeepSeek-V3, trained on Shakespeare, that comes with dsjax. `training` made it."""
 
 from pathlib import Path
 

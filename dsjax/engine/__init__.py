@@ -1,1 +1,1 @@
-"""The engine: requests, scheduler, step inputs, sampler, and the offline API."""
+"""The engine: options, requests, scheduler, packing, runner, and the offline API."""

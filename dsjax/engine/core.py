@@ -81,64 +81,78 @@ class Engine:
         if len(self._pending) > enqueued:
             return self._collect_oldest()
         if self.scheduler.has_work and not enqueued:
-            self._death = "The engine stopped: there are open requests, but none of them can run."
-            raise EngineDeadError(self._death)
+            raise self._die("there are open requests, but none of them can run")
         return []
 
     def logits(self, tokens: list[int], chunk_tokens: int | None = None) -> np.ndarray:
         """Teacher-forced logits after every token of `tokens`: float32 [len(tokens), V], through the compiled programs.
 
-        `chunk_tokens` cuts the tokens into chunks of that size (at most max_num_seqs). No request may be open.
+        `chunk_tokens` cuts the tokens into chunks of that size, at most (and by default) max_num_seqs. Raises
+        OptionError for another size or while requests are open, RequestError for tokens that are no prompt.
         """
+        self._check_alive()
         if self.scheduler.has_work:
             raise OptionError("logits needs an idle engine; let the open requests end first.")
-        largest = min(self.runner.rows, self.scheduler.step_tokens)
-        if chunk_tokens is not None and chunk_tokens < 1:
-            raise OptionError(f"chunk_tokens is {chunk_tokens}, expected at least 1.")
+        size = self.runner.rows if chunk_tokens is None else chunk_tokens
+        if not 1 <= size <= self.runner.rows:
+            raise OptionError(f"chunk_tokens is {chunk_tokens}, expected 1 to max_num_seqs ({self.runner.rows}).")
         while self._pending:
             self._collect_oldest()
         request = Request.create("logits", tokens, SamplingParams(temperature=0, max_tokens=1), self.limits)
         self.add(request)
         try:
-            return np.concatenate(self._chunk_logits(request, min(chunk_tokens or largest, largest)))
+            return np.concatenate(self._chunk_logits(request, size))
         finally:
             self.abort(request.id)
 
     def close(self) -> None:
         """Free all device memory. The engine cannot be used afterwards."""
         self._pending.clear()
-        self._death = self._death or "The engine is closed."
+        self._death = self._death or "The engine is closed; make a new one."
         self.runner.close()
 
     def _enqueue(self) -> bool:
         """Schedule and enqueue the next step, if there is one."""
+        pending = self._dispatch_next()
+        if pending is not None:
+            self._pending.append(pending)
+        return pending is not None
+
+    def _dispatch_next(self, step_tokens: int | None = None, collect_all: bool = False) -> _Pending | None:
+        """Requests are counted forward when they are scheduled, so a step that is not enqueued ends the engine."""
         try:
-            scheduled = self.scheduler.schedule()
-            if scheduled is not None:
-                self._pending.append(_Pending(scheduled, self.runner.dispatch(scheduled)))
-        except BaseException as error:  # requests are counted forward: without this step their tokens would be wrong
-            self._death = f"The engine stopped while it enqueued a step ({type(error).__name__}: {error})."
+            step = self.scheduler.schedule(step_tokens)
+            return None if step is None else _Pending(step, self.runner.dispatch(step, collect_all))
+        except jax.errors.JaxRuntimeError as error:
+            raise self._die(f"the device failed: {error}") from error
+        except BaseException as error:
+            self._die(f"enqueuing a step failed ({type(error).__name__}: {error})")
             raise
-        return scheduled is not None
 
     def _collect_oldest(self) -> list[Update]:
         step, result = self._pending[0]
-        try:
-            tokens = self.runner.read(result, len(step.sampling))
-        except jax.errors.JaxRuntimeError as error:
-            self._death = f"The engine stopped because the device failed: {error}"
-            raise EngineDeadError(self._death) from error
+        tokens = self._read(result, len(step.sampling))
         self._pending.popleft()
         return self.scheduler.collect(step, tokens)
+
+    def _read(self, result: StepResult, count: int) -> list[int]:
+        try:
+            return self.runner.read(result, count)
+        except jax.errors.JaxRuntimeError as error:
+            raise self._die(f"the device failed: {error}") from error
 
     def _chunk_logits(self, request: Request, chunk_tokens: int) -> list[np.ndarray]:
         chunks = []
         while request.remaining:
-            step = self.scheduler.schedule(chunk_tokens)
-            assert step is not None, "an idle engine can always admit a request that passed its limits"
-            result = self.runner.dispatch(step, collect_all=True)
-            chunks.append(jax.device_get(result.logits)[: step.num_tokens])
+            pending = self._dispatch_next(chunk_tokens, collect_all=True)
+            assert pending is not None, "an idle engine can always admit a request that passed its limits"
+            self._read(pending.result, 0)
+            chunks.append(jax.device_get(pending.result.logits)[: pending.step.num_tokens])
         return chunks
+
+    def _die(self, reason: str) -> EngineDeadError:
+        self._death = f"The engine stopped: {reason}. Its requests are lost; make a new engine (restart the server)."
+        return EngineDeadError(self._death)
 
     def _check_alive(self) -> None:
         if self._death is not None:

@@ -3,6 +3,7 @@
 import itertools
 import logging
 import time
+from collections import deque
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,12 +15,14 @@ from dsjax.checkpoint.resolve import resolve_model
 from dsjax.engine.core import Engine
 from dsjax.engine.options import EngineOptions
 from dsjax.engine.request import Request, SamplingParams
-from dsjax.errors import RequestError
-from dsjax.tokenizer import TextStream, Tokenizer
+from dsjax.engine.scheduler import Update
+from dsjax.errors import EngineDeadError, RequestError
+from dsjax.tokenizer import TextStream, Tokenizer, encode_prompt
 
 logger = logging.getLogger("dsjax")
 
-Prompt = str | Sequence[int] | np.ndarray
+Token = int | np.integer
+Prompt = str | Sequence[Token] | np.ndarray
 
 
 @dataclass(frozen=True)
@@ -57,7 +60,7 @@ class LLM:
         self.tokenizer = Tokenizer.load(folder)
         self.engine = Engine(folder, EngineOptions.create(**options))
         self._ids = (f"llm-{number}" for number in itertools.count())
-        self._answers: dict[str, list[Delta]] = {}
+        self._updates: dict[str, deque[Update]] = {}
         self._streams: dict[str, TextStream] = {}
         logger.info("%s is ready after %.1f s", model, time.perf_counter() - begin)
 
@@ -70,10 +73,10 @@ class LLM:
 
         Every prompt is checked before any is started. Raises RequestError that names the prompt at fault.
         """
-        batch = self._as_batch(prompts)
+        batch = _as_batch(prompts)
         each = list(params) if isinstance(params, Sequence) else [params or SamplingParams()] * len(batch)
-        if len(each) != len(batch):
-            raise RequestError(f"There are {len(batch)} prompts, but {len(each)} sampling parameters.", param="params")
+        if len(each) != len(batch) or not all(isinstance(one, SamplingParams) for one in each):
+            raise RequestError(f"params must be SamplingParams, one for all or {len(batch)} of them.", param="params")
         requests = [self._request(place, *pair) for place, pair in enumerate(zip(batch, each, strict=True))]
         try:
             for request in requests:
@@ -87,9 +90,9 @@ class LLM:
         """Answer one prompt, piece by piece. Leaving the iterator early aborts the request."""
         return self._run(self._request(0, prompt, params or SamplingParams()))
 
-    def logits(self, token_ids: Sequence[int], chunk_tokens: int | None = None) -> np.ndarray:
+    def logits(self, token_ids: Sequence[Token] | np.ndarray, chunk_tokens: int | None = None) -> np.ndarray:
         """Logits after every token of `token_ids`, float32 [len(token_ids), V]: see Engine.logits."""
-        return self.engine.logits(list(token_ids), chunk_tokens)
+        return self.engine.logits(_as_ids(token_ids), chunk_tokens)
 
     def close(self) -> None:
         """Free all device memory of this model."""
@@ -101,23 +104,12 @@ class LLM:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _as_batch(self, prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-        is_one = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int | np.integer))
-        return [prompts] if is_one else list(prompts)  # type: ignore[list-item]
-
     def _request(self, place: int, prompt: Prompt, params: SamplingParams) -> Request:
         try:
-            ids = self._encode(prompt) if isinstance(prompt, str) else [_as_int(token) for token in prompt]
+            ids = encode_prompt(prompt, self.tokenizer) if isinstance(prompt, str) else _as_ids(prompt)
             return Request.create(next(self._ids), ids, params, self.engine.limits)
         except RequestError as error:
             raise RequestError(f"Prompt {place}: {error}", param=error.param) from None
-
-    def _encode(self, text: str) -> list[int]:
-        if self.tokenizer is None:
-            raise RequestError("this checkpoint has no tokenizer.json; give token ids.", param="prompt")
-        if not text:
-            raise RequestError("the prompt is empty; give at least one token.", param="prompt")
-        return self.tokenizer.encode(text)
 
     def _run(self, request: Request) -> Generator[Delta]:
         try:
@@ -128,7 +120,7 @@ class LLM:
 
     def _start(self, request: Request) -> None:
         self.engine.add(request)
-        self._answers[request.id] = []
+        self._updates[request.id] = deque()
         if self.tokenizer is not None:
             self._streams[request.id] = self.tokenizer.stream()
 
@@ -141,30 +133,40 @@ class LLM:
         """Step the engine until `request` has ended; other requests' answers are kept for whoever waits for them."""
         finished = False
         while not finished:
-            while not self._answers[request.id]:
+            while not self._updates[request.id]:
                 self._step()
-            delta = self._answers[request.id].pop(0)
-            finished = delta.finish_reason is not None
-            yield delta
+            update = self._updates[request.id].popleft()
+            finished = update.finish_reason is not None
+            yield Delta(update.tokens, self._text(request, update.tokens, finished), update.finish_reason)
 
     def _step(self) -> None:
+        if not self.engine.has_work:
+            raise EngineDeadError("An answer was lost when the engine was interrupted; ask again.")
         for update in self.engine.step():
-            if update.request.id in self._answers:
-                text = self._text(update.request.id, update.tokens, update.finish_reason is not None)
-                self._answers[update.request.id].append(Delta(update.tokens, text, update.finish_reason))
+            if update.request.id in self._updates:
+                self._updates[update.request.id].append(update)
 
-    def _text(self, request_id: str, tokens: list[int], finished: bool) -> str | None:
-        stream = self._streams.get(request_id)
-        if stream is None:
-            return None
-        return stream.push(tokens) + (stream.finish() if finished else "")
+    def _text(self, request: Request, tokens: list[int], last: bool) -> str | None:
+        return None if self.tokenizer is None else self._streams[request.id].push(tokens, last)
 
     def _forget(self, request: Request) -> None:
         self.engine.abort(request.id)
-        self._answers.pop(request.id, None)
+        self._updates.pop(request.id, None)
         self._streams.pop(request.id, None)
 
 
-def _as_int(token: Any) -> Any:
-    """NumPy integers as Python ones; everything else is left for the request's own check."""
-    return int(token) if isinstance(token, np.integer) else token
+def _as_batch(prompts: Any) -> list[Any]:
+    """A list of prompts, from one prompt or several. Raises RequestError if it is neither."""
+    if isinstance(prompts, str):
+        return [prompts]
+    if not isinstance(prompts, Sequence | np.ndarray):
+        raise RequestError(f"prompts is {prompts!r}, expected text, token ids, or a list of either.", param="prompt")
+    is_one = len(prompts) > 0 and not isinstance(prompts[0], str | Sequence | np.ndarray)
+    return [prompts] if is_one else list(prompts)
+
+
+def _as_ids(prompt: Any) -> list[Any]:
+    """Token ids as a list, NumPy integers as Python ones; what is no integer is left for the request's own check."""
+    if not isinstance(prompt, Sequence | np.ndarray):
+        raise RequestError(f"the prompt is {prompt!r}, expected text or token ids.", param="prompt")
+    return [int(token) if isinstance(token, np.integer) else token for token in prompt]

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,10 @@ from dsjax.aot.ladders import Buckets, row_ladder, sparse, tail_ladder, token_la
 from dsjax.aot.targets import CPU
 from dsjax.config import ModelConfig
 from dsjax.errors import OptionError
+
+# Defaults by kind of device: rows (max_num_seqs) and tokens of a step (max_batched_tokens).
+CPU_ROWS, CPU_TOKENS = 16, 512
+GPU_ROWS, GPU_TOKENS = 128, 8192
 
 PLANS = ("auto", "step", "layer", "piece", "off")
 LOAD_FORMATS = ("auto", "dummy")
@@ -20,11 +25,13 @@ DTYPES = ("auto", "bfloat16", "float32")
 class EngineOptions:
     """Options of LLM and of `dsjax serve`; None means "choose for me".
 
-    `max_model_len`: context in tokens. `max_batched_tokens`: tokens per step. `token_buckets`: the ladder itself
-    (its last bucket is then max_batched_tokens). `max_num_seqs`: requests that run at once. `plan`: how much goes into
-    one executable. `load_format` "dummy": random weights. `dtype` "auto": bfloat16 on GPUs, float32 on CPUs. `tp`:
-    devices to split the model over. `kv_tokens`: size of the cache; without it, on a GPU the cache gets what is left of
-    `gpu_memory_fraction` of the memory that JAX may use. `cache_dir`: where compiled executables are kept.
+    `max_model_len`: context in tokens, by default the model's. `max_batched_tokens`: tokens per step (8192 on GPUs, 512
+    on CPUs). `token_buckets`: the ladder itself; its last bucket is then max_batched_tokens. `max_num_seqs`: requests
+    that run at once (128 on GPUs, 16 on CPUs). `plan`: how much goes into one executable; "auto" is "step".
+    `load_format` "dummy": random weights. `dtype` "auto": bfloat16 on GPUs, float32 on CPUs. `tp`: devices to split the
+    model over. `kv_tokens`: size of the cache in tokens; by default it is enough for max_num_seqs requests of full
+    length, or what memory allows: on GPUs `gpu_memory_fraction` of what JAX may use, less the weights and 2 GiB, on
+    CPUs 1 GiB. `cache_dir`: where compiled executables are kept.
     """
 
     max_model_len: int | None = None
@@ -58,8 +65,22 @@ class EngineOptions:
         fraction = self.gpu_memory_fraction
         if isinstance(fraction, bool) or not isinstance(fraction, int | float) or not 0 < fraction <= 1:
             raise OptionError(f"gpu_memory_fraction is {fraction!r}, expected a number in (0, 1].")
+        self._check_token_buckets()
         if self.plan == "off" and self.tp > 1:
             raise OptionError("plan 'off' runs op by op on one device only; use it with tp=1.")
+
+    def _check_token_buckets(self) -> None:
+        buckets = self.token_buckets
+        if buckets is None:
+            return
+        is_list = isinstance(buckets, Sequence) and not isinstance(buckets, str)
+        if not is_list or not buckets or not all(map(_is_positive, buckets)) or list(buckets) != sorted(set(buckets)):
+            raise OptionError(f"token_buckets is {buckets!r}, expected rising positive integers such as [16, 64, 256].")
+        if self.max_batched_tokens not in (None, buckets[-1]):
+            asked = self.max_batched_tokens
+            raise OptionError(
+                f"max_batched_tokens is {asked}, but the last of token_buckets is {buckets[-1]}; give one."
+            )
 
 
 @dataclass(frozen=True)
@@ -68,7 +89,6 @@ class Deployment:
 
     target: str
     dtype: str
-    tp: int
     plan: str
     buckets: Buckets
     max_model_len: int
@@ -83,7 +103,6 @@ def resolve(options: EngineOptions, config: ModelConfig, target: str) -> Deploym
     return Deployment(
         target=target,
         dtype=options.dtype if options.dtype != "auto" else "float32" if on_cpu else "bfloat16",
-        tp=options.tp,
         plan="step" if options.plan == "auto" else options.plan,
         buckets=resolve_buckets(options, on_cpu),
         max_model_len=_max_model_len(options, config),
@@ -92,16 +111,18 @@ def resolve(options: EngineOptions, config: ModelConfig, target: str) -> Deploym
 
 def resolve_buckets(options: EngineOptions, on_cpu: bool) -> Buckets:
     """The ladders. On CPUs they are sparse, since compiling there costs more than padding."""
-    rows = options.max_num_seqs or (16 if on_cpu else 128)
-    tokens = _token_buckets(options, on_cpu)
+    rows = options.max_num_seqs or (CPU_ROWS if on_cpu else GPU_ROWS)
+    thin = sparse if on_cpu else tuple
+    if options.token_buckets is None:
+        tokens = thin(token_ladder(options.max_batched_tokens or (CPU_TOKENS if on_cpu else GPU_TOKENS)))
+    else:
+        tokens = tuple(options.token_buckets)
     if tokens[-1] < rows:
         raise OptionError(
             f"The largest token bucket ({tokens[-1]}) is below max_num_seqs ({rows}), so that not every running "
             "request could get a token in a step. Raise max_batched_tokens or lower max_num_seqs."
         )
-    thin = sparse if on_cpu else tuple
-    chosen = options.token_buckets is not None
-    return Buckets(tokens if chosen else thin(tokens), thin(row_ladder(rows)), thin(tail_ladder(rows)))
+    return Buckets(tokens, thin(row_ladder(rows)), thin(tail_ladder(rows)))
 
 
 def cache_folder(options: EngineOptions) -> Path:
@@ -119,17 +140,5 @@ def _max_model_len(options: EngineOptions, config: ModelConfig) -> int:
     return length
 
 
-def _token_buckets(options: EngineOptions, on_cpu: bool) -> tuple[int, ...]:
-    if options.token_buckets is None:
-        return token_ladder(options.max_batched_tokens or (512 if on_cpu else 8192))
-    buckets = tuple(options.token_buckets)
-    if not buckets or not all(map(_is_positive, buckets)) or list(buckets) != sorted(set(buckets)):
-        raise OptionError(f"token_buckets is {list(buckets)}, expected rising positive integers such as 16,64,256.")
-    if options.max_batched_tokens not in (None, buckets[-1]):
-        asked = options.max_batched_tokens
-        raise OptionError(f"max_batched_tokens is {asked}, but the last of token_buckets is {buckets[-1]}; give one.")
-    return buckets
-
-
 def _is_positive(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+    return isinstance(value, Integral) and not isinstance(value, bool) and int(value) > 0

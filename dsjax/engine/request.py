@@ -15,8 +15,9 @@ LARGEST_FLOAT32 = 3.4028234e38
 class SamplingParams:
     """How to choose tokens.
 
-    `temperature` 0 is greedy. `top_k` 0 or -1 is off, `top_p` 1 is off. `max_tokens` None: as many as the context
-    holds. `seed` None: a random one. `ignore_eos`: go on past the end-of-text token. Raises RequestError on bad values.
+    `temperature` 0, or anything below 1e-5, is greedy. `top_k` 0 or -1 is off, `top_p` 1 is off. `max_tokens` None: as
+    many as the context holds. `seed` None: a random one. `ignore_eos`: go on past the end-of-text token. Raises
+    RequestError on bad values.
     """
 
     temperature: float = 1.0

@@ -1,7 +1,8 @@
 """The runner: the device's side of the engine. It turns a scheduled step into calls of compiled programs."""
 
-import logging
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -10,23 +11,21 @@ import jax
 
 from dsjax.aot.compile import compile_programs, count_compiles, eager_programs, keep_executables
 from dsjax.aot.ladders import pick
-from dsjax.aot.planner import ProgramKey, plan_programs, state_avals
+from dsjax.aot.planner import ProgramKey, body_shape, plan_programs, state_avals
 from dsjax.aot.targets import target_of
 from dsjax.cache.kinds import PageKind
-from dsjax.cache.sizing import cache_pages
+from dsjax.cache.sizing import available_bytes, cache_pages
 from dsjax.checkpoint.load import Weights, load_weights, random_weights
 from dsjax.config import ModelConfig
 from dsjax.engine.options import EngineOptions, cache_folder, resolve
 from dsjax.engine.packing import pack_rows, pack_step
 from dsjax.engine.request import Limits
 from dsjax.engine.scheduler import Step
+from dsjax.errors import OptionError
 from dsjax.model import abstract_model
 from dsjax.pallas_kernels import Ops
 from dsjax.segments import Executor, allocate
 from dsjax.sharding import TensorParallel, make_mesh
-from dsjax.step.layout import StepShape
-
-logger = logging.getLogger("dsjax")
 
 
 class StepResult(NamedTuple):
@@ -66,11 +65,13 @@ class Runner:
         self.model = abstract_model(config, self.deployment.dtype, ops, TensorParallel(options.tp))
         if self.deployment.plan != "off":
             keep_executables(cache_folder(options) / "executables")
-        dummy = options.load_format == "dummy"
-        weights = random_weights(self.model, self.mesh) if dummy else load_weights(self.model, folder, self.mesh)
-        self.pages = cache_pages(self.kinds, options, self.rows, self.deployment.max_model_len, self.mesh)
         self.counts = StepCounts()
-        self.executor, self.programs, self.compile_report = self._compile(weights)
+        with _out_of_memory_explained():
+            dummy = options.load_format == "dummy"
+            weights = random_weights(self.model, self.mesh) if dummy else load_weights(self.model, folder, self.mesh)
+            left = available_bytes(self.mesh, options.gpu_memory_fraction)
+            self.pages = cache_pages(self.kinds, self.rows, self.deployment.max_model_len, options.kv_tokens, left)
+            self.executor, self.programs, self.compile_report = self._compile(weights)
 
     @property
     def kinds(self) -> tuple[PageKind, ...]:
@@ -78,6 +79,7 @@ class Runner:
 
     @property
     def limits(self) -> Limits:
+        """What a request may ask for."""
         cache_tokens = min(self.pages[kind.name] * kind.page_tokens for kind in self.kinds)
         return Limits(self.model.config.vocab_size, self.deployment.max_model_len, cache_tokens)
 
@@ -87,8 +89,7 @@ class Runner:
             set_rows = self.programs[ProgramKey("set_rows", self.rows)]
             self.executor.run(set_rows, {"packed": pack_rows(step.admitted, self.rows)})
         key = self._body(step)
-        shape = StepShape(key.bucket, self.rows, has_prefill=not step.is_decode)
-        packed = pack_step(step, shape, self.kinds, collect_all)
+        packed = pack_step(step, body_shape(key, self.rows), self.kinds, collect_all)
         body = self.executor.run(self.programs[key], {"packed": packed})
         self._count(key, step)
         results = step.num_tokens if collect_all else len(step.sampling)
@@ -139,3 +140,18 @@ class Runner:
         executor = Executor(self.mesh, weights, allocate(state, self.mesh))
         programs = {p.key: executor.bind(p.links, executables[p.key], p.results) for p in planned}
         return executor, programs, report
+
+
+@contextmanager
+def _out_of_memory_explained() -> Iterator[None]:
+    """Turn the device's out-of-memory error at start into an OptionError that says what to change."""
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        raise OptionError(
+            "The device has too little memory for weights and cache. Lower kv_tokens, gpu_memory_fraction, "
+            "max_num_seqs or max_batched_tokens, or split the model over more devices with tp. The device says: "
+            f"{error}"
+        ) from None

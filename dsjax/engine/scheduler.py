@@ -44,10 +44,12 @@ class Step:
 
     @property
     def num_tokens(self) -> int:
+        """Tokens that the step computes."""
         return sum(chunk.length for chunk in self.chunks)
 
     @property
     def num_decode(self) -> int:
+        """How many of them are decode tokens; these come first."""
         return sum(chunk.length for chunk in self.chunks if chunk.is_decode)
 
     @property

@@ -14,7 +14,10 @@ def param(shape: tuple[int, ...], dtype: jnp.dtype) -> nnx.Param:
 
 
 def contract_last(x: jax.Array, weight: jax.Array, dtype: jnp.dtype | None = None) -> jax.Array:
-    """x [T, in] times weight [..., in] over `in`: [T, ...], accumulated in float32, returned as `dtype` (of x)."""
+    """x [T, in] times weight [..., in] over `in`: [T, ...] as `dtype`, by default x's.
+
+    GPUs accumulate in float32 either way; a bf16 result is rounded once.
+    """
     return lax.dot_general(x, weight, (((1,), (weight.ndim - 1,)), ((), ())), preferred_element_type=dtype)
 
 

@@ -15,8 +15,8 @@ from dsjax.config import MLAConfig, ModelConfig
 from dsjax.layers.linear import Linear, param
 from dsjax.layers.norm import RMSNorm
 from dsjax.layers.residual import PreNorm
-from dsjax.layers.rope import rotate
 from dsjax.pallas_kernels import Ops
+from dsjax.rope import rotate
 from dsjax.step.inputs import StepInputs
 
 LATENT = "latent"  # the page kind of MLA, and its only pool: [L, P, S, C + R]

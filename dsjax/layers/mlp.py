@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from dsjax.layers.activation import swiglu
+from dsjax.activation import swiglu
 from dsjax.layers.linear import Linear
 from dsjax.sharding import TensorParallel
 

@@ -17,8 +17,10 @@ class PreNorm(nnx.Module):
         self.norm = RMSNorm(hidden_size, eps)
 
     def enter(self, x: jax.Array) -> tuple[jax.Array, None]:
+        """The sublayer's input h [T, D]; nothing to mix."""
         return self.norm(x), None
 
     @staticmethod
     def leave(x: jax.Array, y: jax.Array, mix: None) -> jax.Array:
+        """x with the sublayer's output y [T, D] added."""
         return x + y

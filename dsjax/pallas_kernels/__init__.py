@@ -1,12 +1,13 @@
 """The operations that have kernels of their own, and the choice of an implementation for each.
 
 An operation is a folder: `reference.py` says in plain JAX what it means and runs everywhere, `shapes.py` names the
-shapes that real models give it. The folder's IMPLEMENTATIONS maps platforms ("hopper", ...) to functions of one
-signature. Models call operations through an Ops record, so swapping one is `dataclasses.replace(ops, experts=...)`.
+shapes that real models give it. The folder's IMPLEMENTATIONS maps "reference" and targets ("hopper", ...) to
+functions of one signature. Models call operations through an Ops record, so swapping one is
+`dataclasses.replace(ops, experts=...)`.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, replace
 from types import ModuleType
 
 from dsjax.pallas_kernels import experts, mla_decode, mla_prefill, router
@@ -23,24 +24,25 @@ class Ops:
     experts: Callable
 
     @classmethod
+    def references(cls) -> "Ops":
+        """The plain JAX meaning of each operation."""
+        return cls(**{name: module.IMPLEMENTATIONS["reference"] for name, module in _MODULES.items()})
+
+    @classmethod
     def for_target(cls, target: str) -> "Ops":
-        """The fastest implementations that dsjax has for `target` ("hopper", or the name of another platform).
+        """The fastest implementations that dsjax has for `target` (see dsjax.aot.targets).
 
         Operations without a kernel run their reference: that is counted as reference_op.<name> and said once.
         """
-        modules = {field.name: _MODULES[field.name] for field in fields(cls)}
-        missing = [name for name, module in modules.items() if target not in module.IMPLEMENTATIONS]
-        for name in missing:
-            count(f"reference_op.{name}")
-        if missing:
+        kernels = {n: m.IMPLEMENTATIONS[target] for n, m in _MODULES.items() if target in m.IMPLEMENTATIONS}
+        if missing := [name for name in _MODULES if name not in kernels]:
+            for name in missing:
+                count(f"reference_op.{name}")
             warn_once(
-                f"reference_ops.{target}",
                 f"dsjax has no kernels for {', '.join(missing)} on {target}: their plain JAX references run, "
-                "which give the same results more slowly.",
+                "which give the same results more slowly."
             )
-        return cls(
-            **{name: m.IMPLEMENTATIONS.get(target, m.IMPLEMENTATIONS["reference"]) for name, m in modules.items()}
-        )
+        return replace(cls.references(), **kernels)
 
 
 _MODULES: dict[str, ModuleType] = {

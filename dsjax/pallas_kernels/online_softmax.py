@@ -9,6 +9,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+PAGES_PER_BLOCK = 2
 NO_KEY = jnp.finfo(jnp.float32).min  # score of a masked key, finite so that no inf - inf arises
 
 
@@ -35,3 +36,8 @@ class SoftmaxState(NamedTuple):
     def result(self) -> jax.Array:
         """The attention output [..., V]; zeros for queries that saw no key."""
         return self.values / jnp.where(self.total > 0, self.total, 1.0)[..., None]
+
+
+def whole_blocks(tables: jax.Array) -> jax.Array:
+    """Page tables [..., N], with N padded to a multiple of PAGES_PER_BLOCK."""
+    return jnp.pad(tables, [(0, 0)] * (tables.ndim - 1) + [(0, -tables.shape[-1] % PAGES_PER_BLOCK)])

@@ -12,8 +12,8 @@ from flax import nnx
 
 from dsjax.cache.kinds import PageKind
 from dsjax.config import RopeConfig
-from dsjax.layers.rope import cos_sin
 from dsjax.pallas_kernels.mla_prefill import PrefillChunks
+from dsjax.rope import cos_sin
 from dsjax.step.layout import NONE, StepShape, step_layout
 
 NO_SLOT = jnp.iinfo(jnp.int32).max  # beyond every pool, so scatters with mode="drop" skip it

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from dsjax.errors import RequestError
-from dsjax.serve.prompts import encode_text
 from dsjax.serve.protocol import ChatMessage
 from dsjax.tokenizer import Tokenizer
 
@@ -16,7 +15,7 @@ def encode_chat(messages: Sequence[ChatMessage], tokenizer: Tokenizer | None) ->
             "This model has no tokenizer, so it cannot chat; send token ids to /v1/completions.", param="messages"
         )
     text = tokenizer.render_chat([_for_template(message) for message in messages])
-    return encode_text(text, tokenizer, add_special_tokens=False, param="messages")
+    return tokenizer.encode(text, add_special_tokens=False)
 
 
 def _for_template(message: ChatMessage) -> dict[str, Any]:

@@ -66,7 +66,7 @@ def test_tensor_missing_from_its_shard(tmp_path):
         read_folder(tmp_path)
 
 
-@pytest.mark.parametrize("index", ["{", "[]", '{"weight_map": 3}', "{}"])
+@pytest.mark.parametrize("index", ["{", "[]", '{"weight_map": 3}', "{}", '{"weight_map": {"a": 3}}'])
 def test_unreadable_index(tmp_path, index: str):
     make_shards(tmp_path)
     (tmp_path / "model.safetensors.index.json").write_text(index)
@@ -82,7 +82,9 @@ def test_all_cut_tensors_of_all_shards_are_listed(tmp_path):
     with pytest.raises(CheckpointError) as error:
         read_folder(tmp_path)
     message = str(error.value)
-    assert all(part in message for part in ("model-1.safetensors", "model-2.safetensors", "a (ends at", "c (ends at"))
+    assert all(
+        part in message for part in ("model-1.safetensors", "model-2.safetensors", "a (cut short", "c (cut short")
+    )
 
 
 @pytest.mark.parametrize("keep", [0, 5, 8, 20])
@@ -97,11 +99,15 @@ def test_cut_header(tmp_path, keep: int):
 @pytest.mark.parametrize(
     "entry",
     [
-        {"dtype": "F31", "shape": [2], "data_offsets": [0, 8]},
         {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]},
         {"dtype": "F32", "shape": [2], "data_offsets": [-8, 0]},
         {"dtype": "F32", "shape": [2]},
         {"dtype": "F32", "shape": ["x"], "data_offsets": [0, 8]},
+        {"dtype": "F32", "shape": [-1, -2], "data_offsets": [0, 8]},
+        {"dtype": "F32", "shape": [2.0], "data_offsets": [0, 8]},
+        {"dtype": "F32", "shape": [2], "data_offsets": ["0", "8"]},
+        {"dtype": "F32", "shape": [2], "data_offsets": [0, 4, 8]},
+        {"dtype": ["F32"], "shape": [2], "data_offsets": [0, 8]},
         7,
     ],
 )
@@ -114,4 +120,24 @@ def test_bad_entry_is_named(tmp_path, entry):
 
 def test_folder_without_weights(tmp_path):
     with pytest.raises(CheckpointError, match=r"holds no \*\.safetensors weights"):
+        read_folder(tmp_path)
+
+
+def test_a_format_that_is_not_read_is_not_called_damage(tmp_path):
+    header = json.dumps({"a": {"dtype": "F8_E5M2", "shape": [2], "data_offsets": [0, 2]}}).encode()
+    (tmp_path / "t.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(2))
+    with pytest.raises(CheckpointError, match=r"a \(its format F8_E5M2 is none that dsjax reads\)"):
+        read_file(tmp_path / "t.safetensors")
+
+
+def test_shards_in_subfolders_and_tensors_that_stand_twice(tmp_path):
+    (tmp_path / "sub").mkdir()
+    write_file(tmp_path / "sub" / "a.safetensors", {"a": np.ones(2, np.float32)})
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"a": "sub/a.safetensors"}}))
+    assert read_folder(tmp_path)["a"].tolist() == [1, 1]
+    index.unlink()
+    for name in ("x", "y"):
+        write_file(tmp_path / f"{name}.safetensors", {"a": np.ones(2, np.float32)})
+    with pytest.raises(CheckpointError, match=r"y\.safetensors holds tensors that another file holds too: a"):
         read_folder(tmp_path)

@@ -50,7 +50,7 @@ def test_a_failure_while_enqueuing_ends_the_engine_loudly(own_llm: LLM, monkeypa
     monkeypatch.setattr(own_llm.engine.runner, "dispatch", fail)
     with pytest.raises(OverflowError):
         own_llm.generate(PROMPT, PARAMS)
-    with pytest.raises(EngineDeadError, match=r"stopped while it enqueued a step \(OverflowError: too large\)"):
+    with pytest.raises(EngineDeadError, match=r"enqueuing a step failed \(OverflowError: too large\)"):
         own_llm.generate(PROMPT, PARAMS)
 
 
@@ -64,8 +64,30 @@ def test_a_device_failure_ends_the_engine_loudly(own_llm: LLM, monkeypatch: pyte
             own_llm.generate(PROMPT, PARAMS)
 
 
+@pytest.mark.parametrize("method", ["read", "dispatch"])
+def test_a_device_failure_in_logits_ends_the_engine_too(own_llm: LLM, monkeypatch: pytest.MonkeyPatch, method: str):
+    def fail(*_):
+        raise jax.errors.JaxRuntimeError("out of memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(own_llm.engine.runner, method, fail)
+        with pytest.raises(EngineDeadError, match="the device failed: out of memory"):
+            own_llm.logits([5, 6])
+    with pytest.raises(EngineDeadError, match="make a new engine"):
+        own_llm.generate(PROMPT, PARAMS)
+
+
+def test_an_answer_lost_between_engine_and_caller_is_not_waited_for_in_vain(own_llm: LLM):
+    stream = own_llm.stream(PROMPT, PARAMS)
+    next(stream)
+    while own_llm.engine.has_work:
+        own_llm.engine.step()  # as if an interrupt had come between the step and the note of its tokens
+    with pytest.raises(EngineDeadError, match="An answer was lost"):
+        list(stream)
+
+
 def test_requests_that_can_never_run_are_not_waited_for(own_llm: LLM, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(own_llm.engine.scheduler, "schedule", lambda: None)
+    monkeypatch.setattr(own_llm.engine.scheduler, "schedule", lambda *_: None)
     with pytest.raises(EngineDeadError, match="none of them can run"):
         own_llm.generate(PROMPT, PARAMS)
 
@@ -76,7 +98,7 @@ def test_a_long_prefill_is_enqueued_one_step_ahead(make_llm: Callable[..., LLM],
     runner = engine.runner
     log: list[str] = []
     dispatch, read = runner.dispatch, runner.read
-    monkeypatch.setattr(runner, "dispatch", lambda step: log.append("dispatch") or dispatch(step))
+    monkeypatch.setattr(runner, "dispatch", lambda *a: log.append("dispatch") or dispatch(*a))
     monkeypatch.setattr(runner, "read", lambda *a: log.append("wait") or read(*a))
     engine.add(Request.create("long", [5] * 320, SamplingParams(temperature=0, max_tokens=1), engine.limits))
     while engine.has_work:

@@ -2,6 +2,7 @@
 
 import gc
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import numpy as np
@@ -106,7 +107,7 @@ def test_more_requests_than_rows_and_cache(make_llm: Callable[..., LLM]):
         ([5, 1.5], "Token 1.5 at place 1"),
         ([True], "Token True at place 0"),
         ([5] * 512, "The prompt has 512 tokens and leaves no room"),
-        ("text", "Prompt 1: this checkpoint has no tokenizer.json"),
+        ("text", "Prompt 1: This model has no tokenizer.json"),
     ],
     ids=str,
 )
@@ -133,6 +134,25 @@ def test_max_tokens_of_one_and_without_limit(make_llm: Callable[..., LLM]):
     assert len(llm.generate([5, 6], SamplingParams(max_tokens=1, ignore_eos=True))[0].token_ids) == 1
     whole = llm.generate([5] * 440, SamplingParams(max_tokens=None, ignore_eos=True))[0]
     assert len(whole.token_ids) == 448 - 440
+
+
+@pytest.mark.parametrize("prompts", [None, 5, [1.5, 2], [[5], 7], [None]], ids=str)
+def test_what_is_no_prompt_at_all(make_llm: Callable[..., LLM], prompts):
+    with pytest.raises(RequestError):
+        make_llm().generate(prompts, GREEDY)
+
+
+def test_params_of_another_kind(make_llm: Callable[..., LLM]):
+    for params in ({"temperature": 0}, [GREEDY], [GREEDY, {}]):
+        with pytest.raises(RequestError, match="params must be SamplingParams, one for all or 2"):
+            make_llm().generate([[5], [6]], params)  # type: ignore[arg-type]
+
+
+def test_numpy_numbers_are_welcome(make_llm: Callable[..., LLM]):
+    numbers: Any = {"temperature": np.float32(0), "max_tokens": np.int64(3), "seed": np.int32(1)}
+    params = SamplingParams(ignore_eos=True, **numbers)
+    assert len(make_llm().generate([np.int64(5)], params)[0].token_ids) == 3
+    assert make_llm().logits(np.array([5, 6])).shape == (2, 256)
 
 
 @pytest.mark.parametrize(
@@ -167,6 +187,9 @@ def test_bad_sampling_parameters(field: str, value):
         ({"gpu_memory_fraction": 1.5}, "gpu_memory_fraction is 1.5"),
         ({"gpu_memory_fraction": "most"}, "gpu_memory_fraction is 'most'"),
         ({"token_buckets": [16.0]}, r"token_buckets is \[16.0\]"),
+        ({"token_buckets": 5}, "token_buckets is 5"),
+        ({"token_buckets": "16,64"}, "token_buckets is '16,64'"),
+        ({"kv_tokens": 10**12}, "needs .* GB on each device, but only 1.1 GB are left"),
         ({"load_format": "gguf"}, "load_format is 'gguf'"),
         ({"num_gpus": 2}, "Unknown option 'num_gpus'; the options are max_model_len"),
     ],
@@ -183,9 +206,10 @@ def test_logits_need_an_idle_engine(make_llm: Callable[..., LLM]):
     with pytest.raises(OptionError, match="idle engine"):
         llm.logits([5, 6])
     stream.close()
-    while llm.engine.has_work:
-        llm.engine.step()
     assert llm.logits([5, 6]).shape == (2, 256)
+    for size in (0, -1, 4):
+        with pytest.raises(OptionError, match=r"expected 1 to max_num_seqs \(3\)"):
+            llm.logits([5, 6], chunk_tokens=size)
 
 
 @pytest.mark.parametrize("plan", ["piece", "layer", "step"])
@@ -201,9 +225,11 @@ def test_100_steps_read_once_each_one_behind_and_keep_the_pools_in_place(
     monkeypatch.setattr(array_type, "__array__", lambda self, *a, **k: log.append("read") or fetch(self, *a, **k))
     for name in ("block_until_ready", "__int__", "__float__", "__bool__", "__index__", "tolist", "item"):
         monkeypatch.setattr(array_type, name, lambda self, *_, name=name: pytest.fail(f"the loop called {name}"))
-    monkeypatch.setattr(runner, "dispatch", lambda step: log.append("dispatch") or dispatch(step))
+    monkeypatch.setattr(runner, "dispatch", lambda *a: log.append("dispatch") or dispatch(*a))
     address = runner.executor.state["pools"]["latent"].unsafe_buffer_pointer()
     compiles = counters["compiles"]
+    assert runner.compile_report is not None
+    assert compiles >= runner.compile_report.executables, "the counter counts"
     params = SamplingParams(temperature=0.7, max_tokens=120, ignore_eos=True)
     for i in range(4):
         engine.add(Request.create(f"counted-{i}", [5 + i] * (1 + 10 * i), params, engine.limits))

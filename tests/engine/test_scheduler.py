@@ -151,6 +151,8 @@ def test_random_histories(sizes: list[tuple[int, int]], events: list[tuple[str, 
         for chunk in scheduled.chunks:
             assert chunk.start == computed[int(chunk.request.id)]
             computed[int(chunk.request.id)] += chunk.length
+        rows = [request.row for request in scheduler.running]
+        assert len(set(rows)) == len(rows)
         pages = [page for request in scheduler.running for page in request.pages["latent"]]
         assert len(set(pages)) == len(pages)
         for request in scheduler.running:
@@ -170,3 +172,4 @@ def test_random_histories(sizes: list[tuple[int, int]], events: list[tuple[str, 
         if finished[request.id] == "length":
             assert len(request.outputs) == request.max_tokens
     assert scheduler.pools["latent"].unreserved == 7
+    assert sorted(scheduler._free_rows) == [0, 1, 2]

@@ -21,8 +21,7 @@ class Cache(NamedTuple):
         return pages[: self.lengths[row]].astype(np.float64)
 
 
-def random_cache(rng: np.random.Generator, lengths: list[int], layers: int = 2) -> Cache:
-    width = RANK + ROPE
+def random_cache(rng: np.random.Generator, lengths: list[int], width: int = RANK + ROPE, layers: int = 2) -> Cache:
     per_row = max(-(-length // PAGE) for length in lengths) + 1
     pool = np.full((layers, len(lengths) * per_row, PAGE, width), np.nan, np.float32)
     tables = rng.permutation(pool.shape[1]).reshape(len(lengths), per_row).astype(np.int32)

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from dsjax.pallas_kernels.experts import IMPLEMENTATIONS
+from dsjax.pallas_kernels.experts.shapes import SHAPES
 
 EXPERTS, HIDDEN, WIDTH = 6, 24, 16
 experts = IMPLEMENTATIONS["reference"]
@@ -38,6 +39,19 @@ def test_against_float64(tokens: int, chosen: int):
     """From one pair to tiles of the largest size, several per expert."""
     case = random_case(np.random.default_rng(tokens), tokens, chosen)
     np.testing.assert_allclose(run(*case), expected(*case), atol=5e-6)
+
+
+def test_the_shape_of_v2_lite_on_eight_devices():
+    shape = SHAPES["v2_lite_ep8"]
+    rng = np.random.default_rng(1)
+    x = rng.normal(size=(3, shape.hidden))
+    gate_up = rng.normal(size=(shape.experts, 2, shape.width, shape.hidden)).astype(np.float32) / shape.hidden**0.5
+    down = rng.normal(size=(shape.experts, shape.hidden, shape.width)).astype(np.float32) / shape.width**0.5
+    ids = np.stack([rng.permutation(shape.experts)[: shape.chosen] for _ in range(3)])
+    weights = rng.uniform(0.1, 1, size=ids.shape)
+    wanted = expected(x, gate_up, down, ids, weights)
+    error = np.linalg.norm(run(x, gate_up, down, ids, weights) - wanted) / np.linalg.norm(wanted)
+    assert error < 1e-6
 
 
 def test_all_tokens_on_one_expert():

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from dsjax.pallas_kernels.mla_prefill import IMPLEMENTATIONS, PrefillChunks
+from dsjax.pallas_kernels.mla_prefill.shapes import SHAPES
 from tests.pallas_kernels.latents import NOPE, RANK, ROPE, VALUE, attend, random_cache
 
 SCALE = 0.17
@@ -53,3 +54,24 @@ def test_against_float64(tokens: int, chunks: list[tuple[int, int, int, int]]):
             latents = cache.row(row, layer=1)[: position + i + 1]
             np.testing.assert_allclose(out[start + i], expected(q[start + i], latents, w_uk, w_uv), atol=2e-6)
     assert not out[~in_a_chunk].any()
+
+
+def test_the_shape_of_v2_lite_on_eight_devices():
+    """One chunk of 5 tokens over 60 cached ones, at the real widths."""
+    shape = SHAPES["v2_lite_tp8"]
+    rng = np.random.default_rng(5)
+    cache = random_cache(rng, [65], width=shape.rank + shape.rope)
+    w_uk = (rng.normal(size=(shape.heads, shape.nope, shape.rank)) / shape.rank**0.5).astype(np.float32)
+    w_uv = (rng.normal(size=(shape.heads, shape.value, shape.rank)) / shape.rank**0.5).astype(np.float32)
+    q = rng.normal(size=(8, shape.heads, shape.nope + shape.rope)).astype(np.float32)
+    scale = (shape.nope + shape.rope) ** -0.5
+    chunks = PrefillChunks(*(jnp.array([value]) for value in (0, 0, 5, 60)))
+    args = map(jnp.asarray, (q, w_uk, w_uv, cache.pool, np.int32(0), cache.tables))
+    out = np.asarray(mla_prefill(*args, chunks, scale=scale))
+    for token in range(5):
+        latents = cache.row(0, 0)[: 61 + token]
+        compressed, rope = latents[:, : shape.rank], latents[:, shape.rank :]
+        keys, values = (np.einsum("kc,hnc->hkn", compressed, w.astype(np.float64)) for w in (w_uk, w_uv))
+        scores = np.einsum("hn,hkn->hk", q[token, :, : shape.nope], keys)
+        scores += np.einsum("hr,kr->hk", q[token, :, shape.nope :], rope)
+        np.testing.assert_allclose(out[token], attend(scores * scale, values), atol=5e-6)

@@ -15,7 +15,7 @@ FAIL, REFUSE, LAST_WORDS, DIE = 90, 91, 92, 93  # first prompt tokens that ask f
 def echo_engine(socket_folder: Path, model_folder: Path, options: EngineOptions) -> None:
     """Sends each prompt back, one token a message; after an abort, one more token, as an engine may."""
     channel = Channel(socket_folder)
-    channel.send(Ready(LIMITS, 0.5))
+    channel.send(Ready(LIMITS))
     while True:
         for message in channel.receive(wait=True):
             match message:

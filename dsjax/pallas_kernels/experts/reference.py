@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from dsjax.layers.activation import swiglu
+from dsjax.activation import swiglu
 
 MIN_TILE, MAX_TILE = 8, 128
 

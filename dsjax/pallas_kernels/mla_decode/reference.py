@@ -6,9 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from dsjax.pallas_kernels.online_softmax import SoftmaxState
-
-PAGES_PER_BLOCK = 2
+from dsjax.pallas_kernels.online_softmax import PAGES_PER_BLOCK, SoftmaxState, whole_blocks
 
 
 @partial(jax.jit, static_argnames=("rank", "scale"))
@@ -37,7 +35,7 @@ def mla_decode(
     """
     page_size = pool.shape[2]
     block = PAGES_PER_BLOCK * page_size
-    tables = jnp.pad(tables, ((0, 0), (0, -tables.shape[1] % PAGES_PER_BLOCK)))
+    tables = whole_blocks(tables)
 
     def add_block(i, state: SoftmaxState) -> SoftmaxState:
         pages = lax.dynamic_slice_in_dim(tables, i * PAGES_PER_BLOCK, PAGES_PER_BLOCK, axis=1)

@@ -10,9 +10,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from dsjax.pallas_kernels.online_softmax import SoftmaxState
+from dsjax.pallas_kernels.online_softmax import PAGES_PER_BLOCK, SoftmaxState, whole_blocks
 
-PAGES_PER_BLOCK = 2
 MAX_TILE = 128
 
 
@@ -95,7 +94,7 @@ def _attend(queries, place: _Tile, w_uk, w_uv, pool, layer, table, scale) -> jax
     tile, heads, _ = queries.shape
     nope, rank = w_uk.shape[1:]
     block = PAGES_PER_BLOCK * pool.shape[2]
-    table = jnp.pad(table, (0, -table.shape[0] % PAGES_PER_BLOCK))
+    table = whole_blocks(table)
     end = place.position + place.used
     own = place.position + jnp.arange(tile)
 

