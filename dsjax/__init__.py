@@ -10,7 +10,7 @@ it), so that several engines can follow each other in one process and LLM.close(
 import os
 from typing import TYPE_CHECKING
 
-from dsjax.engine.request import SamplingParams
+from dsjax.engine.sampling_params import SamplingParams
 from dsjax.errors import DsjaxError
 
 if TYPE_CHECKING:

@@ -2,7 +2,8 @@
 
 import msgspec
 
-from dsjax.engine.request import Limits, Request, SamplingParams
+from dsjax.engine.request import Limits, Request
+from dsjax.engine.sampling_params import SamplingParams
 
 
 class AddRequest(msgspec.Struct, tag="add", array_like=True, frozen=True):

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, model_validator
 
-from dsjax.engine.request import SamplingParams
+from dsjax.engine.sampling_params import SamplingParams
 from dsjax.errors import RequestError
 from dsjax.serve.prompts import Prompt, split_prompts
 

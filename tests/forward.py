@@ -12,7 +12,8 @@ from dsjax.aot.planner import ProgramKey, plan_programs, state_avals
 from dsjax.checkpoint.load import Weights, load_weights
 from dsjax.config import ModelConfig
 from dsjax.engine.packing import pack_step
-from dsjax.engine.request import Limits, Request, SamplingParams
+from dsjax.engine.request import Limits, Request
+from dsjax.engine.sampling_params import SamplingParams
 from dsjax.engine.scheduler import Scheduler
 from dsjax.model import abstract_model
 from dsjax.pallas_kernels import Ops

@@ -9,8 +9,9 @@ import numpy as np
 
 from dsjax.config import ModelConfig
 from dsjax.engine.options import EngineOptions
-from dsjax.engine.request import Limits, Request, SamplingParams
+from dsjax.engine.request import Limits, Request
 from dsjax.engine.runner import Runner, StepCounts, StepResult
+from dsjax.engine.sampling_params import SamplingParams
 from dsjax.engine.scheduler import Scheduler, Step, Update
 from dsjax.errors import EngineDeadError, OptionError
 

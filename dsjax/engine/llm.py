@@ -14,7 +14,8 @@ import numpy as np
 from dsjax.checkpoint.resolve import resolve_model
 from dsjax.engine.core import Engine
 from dsjax.engine.options import EngineOptions
-from dsjax.engine.request import Request, SamplingParams
+from dsjax.engine.request import Request
+from dsjax.engine.sampling_params import SamplingParams
 from dsjax.engine.scheduler import Update
 from dsjax.errors import EngineDeadError, RequestError
 from dsjax.tokenizer import TextStream, Tokenizer, encode_prompt

@@ -1,47 +1,11 @@
-"""Requests and their sampling parameters. No JAX here: the server's HTTP process uses this module too."""
+"""Requests. No JAX here: the server's HTTP process uses this module too."""
 
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from numbers import Integral, Real
-from typing import Any
 
+from dsjax.engine.sampling_params import SamplingParams
 from dsjax.errors import RequestError
-
-LARGEST_FLOAT32 = 3.4028234e38
-
-
-@dataclass(frozen=True)
-class SamplingParams:
-    """How to choose tokens.
-
-    `temperature` 0, or anything below 1e-5, is greedy. `top_k` 0 or -1 is off, `top_p` 1 is off. `max_tokens` None: as
-    many as the context holds. `seed` None: a random one. `ignore_eos`: go on past the end-of-text token. Raises
-    RequestError on bad values.
-    """
-
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    max_tokens: int | None = 16
-    seed: int | None = None
-    ignore_eos: bool = False
-
-    def __post_init__(self):
-        self._check("temperature", Real, lambda v: 0 <= v <= LARGEST_FLOAT32, "a finite number of at least 0")
-        self._check("top_p", Real, lambda v: 0 < v <= 1, "a number above 0 and at most 1")
-        self._check("top_k", Integral, lambda v: -1 <= v < 2**31, "an integer of at least -1 (0 and -1: off)")
-        if self.max_tokens is not None:
-            self._check("max_tokens", Integral, lambda v: v >= 1, "an integer of at least 1")
-        if self.seed is not None:
-            self._check("seed", Integral, lambda v: -(2**63) <= v < 2**63, "a 64-bit integer")
-
-    def _check(self, name: str, kind: type, accepts: Callable[[Any], bool], expected: str) -> None:
-        """Check the field `name`, and keep it as a plain int or float (NumPy numbers are welcome)."""
-        value = getattr(self, name)
-        if isinstance(value, bool) or not isinstance(value, kind) or not accepts(value):
-            raise RequestError(f"{name} is {value!r}, expected {expected}.", param=name)
-        object.__setattr__(self, name, int(value) if kind is Integral else float(value))  # pyright: ignore
 
 
 @dataclass(frozen=True)
@@ -112,8 +76,10 @@ class Request:
     def create(cls, id: str, prompt: Sequence[int], params: SamplingParams, limits: Limits) -> "Request":
         """A request checked against `limits`. Raises RequestError if it can never be served."""
         limits.check_prompt(prompt)
+        max_tokens = limits.resolve_max_tokens(len(prompt), params.max_tokens)
+        params.check_fits(limits.vocab_size, max_tokens)
         seed = secrets.randbits(63) if params.seed is None else params.seed
-        return cls(id, list(prompt), params, limits.resolve_max_tokens(len(prompt), params.max_tokens), seed)
+        return cls(id, list(prompt), params, max_tokens, seed)
 
     @property
     def num_tokens(self) -> int:

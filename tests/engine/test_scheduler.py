@@ -5,7 +5,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dsjax.cache.kinds import PageKind
-from dsjax.engine.request import Limits, Request, SamplingParams
+from dsjax.engine.request import Limits, Request
+from dsjax.engine.sampling_params import SamplingParams
 from dsjax.engine.scheduler import Scheduler, Step, Update
 from dsjax.errors import RequestError
 

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from dsjax.engine.options import EngineOptions
-from dsjax.engine.request import Request, SamplingParams
+from dsjax.engine.request import Request
+from dsjax.engine.sampling_params import SamplingParams
 from dsjax.errors import DsjaxError, EngineDeadError, RequestError
 from dsjax.serve import engine_client
 from dsjax.serve.engine_client import EngineClient

@@ -9,7 +9,8 @@ import pytest
 
 from dsjax.engine import core
 from dsjax.engine.options import EngineOptions
-from dsjax.engine.request import Limits, Request, SamplingParams
+from dsjax.engine.request import Limits, Request
+from dsjax.engine.sampling_params import SamplingParams
 from dsjax.engine.scheduler import Update
 from dsjax.errors import EngineDeadError, OptionError, RequestError
 from dsjax.serve import engine_process

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from dsjax.cache.kinds import PageKind
 from dsjax.config import RopeConfig
 from dsjax.engine.packing import pack_step
-from dsjax.engine.request import Limits, Request, SamplingParams
+from dsjax.engine.request import Limits, Request
+from dsjax.engine.sampling_params import SamplingParams
 from dsjax.engine.scheduler import Scheduler
 from dsjax.step.inputs import NO_SLOT, Prepare
 from dsjax.step.layout import StepShape
