@@ -62,7 +62,7 @@ def test_checkpoint_that_the_engine_refuses(tmp_path: Path):
 
 def test_flags_are_engine_options(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     asked: list[Any] = []
-    monkeypatch.setattr(cli, "_run_server", lambda *arguments: asked.append(arguments) or 0)
+    monkeypatch.setattr("dsjax.serve.commands.serve.run_server", lambda *arguments: asked.append(arguments) or 0)
     flags = "--max-model-len 512 --max-batched-tokens 64 --token-buckets 16,64 --max-num-seqs 4 --plan layer "
     flags += "--load-format dummy --dtype float32 --tp 2 --kv-tokens 1000 --gpu-memory-fraction 0.5 --cache-dir /c "
     flags += "--host 0.0.0.0 --port 0 --served-model-name a --served-model-name b --drain-timeout 1.5"

@@ -1,0 +1,85 @@
+"""The flags that commands share: a parameter that is an EngineOptions becomes one flag per option.
+
+A new option needs its field in EngineOptions and its line here.
+"""
+
+import inspect
+from collections.abc import Callable
+from dataclasses import fields
+from functools import wraps
+from typing import Annotated, Any
+
+import typer
+
+from dsjax.engine.options import DTYPES, LOAD_FORMATS, PLANS, EngineOptions
+
+Model = Annotated[str, typer.Argument(help="A checkpoint folder, or 'demo'.")]
+
+
+def parse_buckets(text: str) -> tuple[int, ...]:
+    """Token buckets from text such as 16,64,256."""
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise typer.BadParameter(f"{text!r} is no list of integers such as 16,64,256.") from None
+
+
+ENGINE_FLAGS: dict[str, Any] = {
+    "max_model_len": Annotated[
+        int | None, typer.Option("--max-model-len", "--context-length", help="Context in tokens.")
+    ],
+    "max_batched_tokens": Annotated[int | None, typer.Option(help="Most tokens in one step.")],
+    "token_buckets": Annotated[
+        tuple | None, typer.Option(parser=parse_buckets, metavar="N,N,...", help="Token buckets, smallest first.")
+    ],
+    "max_num_seqs": Annotated[int | None, typer.Option(help="Most requests that run at once.")],
+    "plan": Annotated[
+        str, typer.Option(metavar="|".join(PLANS), help="How much goes into one executable; auto: step.")
+    ],
+    "load_format": Annotated[str, typer.Option(metavar="|".join(LOAD_FORMATS), help="dummy: random weights.")],
+    "dtype": Annotated[str, typer.Option(metavar="|".join(DTYPES), help="Number format of the model.")],
+    "tp": Annotated[int, typer.Option(help="Devices to split the model over.")],
+    "kv_tokens": Annotated[int | None, typer.Option(help="Size of the cache in tokens.")],
+    "gpu_memory_fraction": Annotated[float, typer.Option(help="Share of the GPU's memory to use.")],
+    "cache_dir": Annotated[str | None, typer.Option(help="Folder for compiled executables.")],
+}
+
+FLAGS: dict[type, dict[str, Any]] = {EngineOptions: ENGINE_FLAGS}
+
+
+def with_flags(command: Callable[..., Any]) -> Callable[..., Any]:
+    """`command` with the flags of FLAGS in the place of each parameter of such a type.
+
+    The parameter's default, if it has one, gives the defaults of the flags.
+    """
+    signature = inspect.signature(command)
+    groups = {name: p for name, p in signature.parameters.items() if p.annotation in FLAGS}
+    own = [p.replace(kind=p.KEYWORD_ONLY) for name, p in signature.parameters.items() if name not in groups]
+    flags = [flag for parameter in groups.values() for flag in _flags_of(parameter)]
+
+    @wraps(command)
+    def run(**values: Any) -> Any:
+        for name, parameter in groups.items():
+            given = {field.name: values.pop(field.name) for field in fields(parameter.annotation)}
+            values[name] = parameter.annotation(**given)
+        return command(**values)
+
+    parameters = [*own, *flags]
+    run.__signature__ = signature.replace(parameters=parameters)  # pyright: ignore[reportAttributeAccessIssue]
+    run.__annotations__ = {p.name: p.annotation for p in parameters}
+    return run
+
+
+def _flags_of(parameter: inspect.Parameter) -> list[inspect.Parameter]:
+    """One keyword per field of the parameter's type."""
+    kind = parameter.annotation
+    defaults = kind() if parameter.default is parameter.empty else parameter.default
+    return [
+        inspect.Parameter(
+            field.name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=getattr(defaults, field.name),
+            annotation=FLAGS[kind][field.name],
+        )
+        for field in fields(kind)
+    ]
