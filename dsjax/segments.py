@@ -245,11 +245,19 @@ class Executor:
         return self._scalars[value]
 
 
-def allocate(state: dict[str, Any], mesh: Mesh) -> dict[str, Any]:
-    """Device arrays of zeros for the abstract `state`, each in its place on the mesh."""
+def allocator(state: dict[str, Any], mesh: Mesh) -> Any:
+    """A jitted function that gives device arrays of zeros for the abstract `state`, each in its place on the mesh."""
     placed = {
         name: jax.tree.map(lambda _, name=name: NamedSharding(mesh, value_partition(name)), value)
         for name, value in state.items()
     }
-    zeros = jax.jit(lambda: jax.tree.map(lambda aval: jnp.zeros(aval.shape, aval.dtype), state), out_shardings=placed)
-    return zeros()
+
+    def zeros():
+        return jax.tree.map(lambda aval: jnp.zeros(aval.shape, aval.dtype), state)
+
+    return jax.jit(_named(zeros, "allocate"), out_shardings=placed)
+
+
+def allocate(state: dict[str, Any], mesh: Mesh) -> dict[str, Any]:
+    """Device arrays of zeros for the abstract `state`, each in its place on the mesh."""
+    return allocator(state, mesh)()

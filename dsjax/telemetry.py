@@ -4,16 +4,19 @@ Whenever dsjax chooses a slower way than it could, it warns once and counts each
 """
 
 import logging
+import threading
 from collections import Counter
 
 logger = logging.getLogger("dsjax")
 counters: Counter[str] = Counter()
 _said: set[str] = set()
+_counting = threading.Lock()
 
 
 def count(name: str, amount: int = 1) -> None:
-    """Add `amount` to the counter `name`."""
-    counters[name] += amount
+    """Add `amount` to the counter `name`. Any thread may count."""
+    with _counting:
+        counters[name] += amount
 
 
 def warn_once(message: str) -> None:

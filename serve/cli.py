@@ -8,8 +8,9 @@ import typer
 import dsjax
 from dsjax.errors import DsjaxError
 from dsjax.serve.commands.serve import serve
+from dsjax.serve.commands.warmup import warmup
 
-COMMANDS = (serve,)
+COMMANDS = (serve, warmup)
 
 app = typer.Typer(
     help="DeepSeek inference in JAX.",

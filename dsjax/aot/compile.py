@@ -5,8 +5,8 @@ import math
 import os
 import re
 import time
-from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,14 +27,25 @@ logger = logging.getLogger("dsjax")
 
 Executables = dict[ProgramKey, dict[Chain, Any]]
 
+Progress = Callable[[str, int, int], None]  # called with "traced" or "compiled", how many are done, and of how many
+
 _COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
+_CACHE_HIT_EVENT = "/jax/compilation_cache/cache_hits"
+
+
+def silent(stage: str, done: int, total: int) -> None:
+    """Progress that nobody is told of."""
 
 
 def count_compiles() -> None:
-    """From now on, count as "compiles" whatever this process compiles, or loads from the compilation cache instead."""
+    """From now on, count as "compiles" whatever this process compiles, or loads from the compilation cache instead.
+
+    The latter are counted as "compiles_from_cache" too.
+    """
     if "compiles" not in counters:
         counters["compiles"] = 0
         jax.monitoring.register_event_duration_secs_listener(_count_compile)
+        jax.monitoring.register_event_listener(_count_cache_hit)
 
 
 def _count_compile(event: str, duration_secs: float, **_: str | int) -> None:
@@ -42,25 +53,45 @@ def _count_compile(event: str, duration_secs: float, **_: str | int) -> None:
         count("compiles")
 
 
-def keep_executables(folder: Path) -> None:
-    """Keep compiled executables in `folder` (JAX's persistent compilation cache), small and quick ones too."""
+def _count_cache_hit(event: str, **_: str | int) -> None:
+    if event == _CACHE_HIT_EVENT:
+        count("compiles_from_cache")
+
+
+def keep_executables(folder: Path) -> bool:
+    """Keep compiled executables in `folder` (JAX's persistent compilation cache), small and quick ones too.
+
+    Returns whether that works.
+    """
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         count("executables_not_kept")
         warn_once(f"Compiled executables are not kept: {error}. Choose another cache_dir.")
-        return
+        return False
     jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     compilation_cache.reset_cache()  # JAX remembers the folder of its first compile otherwise
+    return True
+
+
+def kept_executables(folder: Path) -> tuple[int, int]:
+    """Number of executables kept in `folder`, and their size in bytes; (0, 0) if there is no such folder."""
+    sizes = [entry.stat().st_size for entry in folder.glob("*-cache")]
+    return len(sizes), sum(sizes)
 
 
 @dataclass(frozen=True)
 class CompileReport:
-    """What compiling took: executables in all, and wall seconds of tracing with lowering, and of compiling."""
+    """What compiling took.
+
+    `executables`: how many in all, `from_cache`: how many of them were loaded instead; wall seconds of tracing with
+    lowering, and of compiling.
+    """
 
     executables: int
+    from_cache: int
     lower_s: float
     compile_s: float
 
@@ -71,26 +102,49 @@ def dot_precision(dtype: Any) -> AbstractContextManager:
 
 
 def compile_programs(
-    planned: Sequence[PlannedProgram], state: Mapping[str, Any], mesh: Mesh, dtype: Any
+    planned: Sequence[PlannedProgram],
+    state: Mapping[str, Any],
+    mesh: Mesh,
+    dtype: Any,
+    progress: Progress = silent,
 ) -> tuple[Executables, CompileReport]:
     """Compile each distinct chain of each program for `mesh`, given the abstract `state` and the model's `dtype`.
 
     Raises RuntimeError if an executable would copy a cache instead of updating it in place.
     """
-    begin = time.perf_counter()
+    begin, hits_before = time.perf_counter(), counters["compiles_from_cache"]
+    lowered = {}
     with dot_precision(dtype):
-        lowered = {program.key: _lower(program, state, mesh) for program in planned}
-    middle = time.perf_counter()
+        for program in _told(progress, "traced", planned, len(planned)):
+            lowered[program.key] = _lower(program, state, mesh)
+    middle, number = time.perf_counter(), sum(map(len, lowered.values()))
     with ThreadPoolExecutor(os.cpu_count()) as threads:
         futures = {
             key: {chain: threads.submit(_compile, chain, one) for chain, one in chains.items()}
             for key, chains in lowered.items()
         }
+        waiting = [future for chains in futures.values() for future in chains.values()]
+        for future in _told(progress, "compiled", as_completed(waiting), number):
+            future.result()
         compiled = {key: {chain: f.result() for chain, f in chains.items()} for key, chains in futures.items()}
-    number = sum(map(len, compiled.values()))
-    report = CompileReport(number, middle - begin, time.perf_counter() - middle)
-    logger.info("%d executables: lowered in %.1f s, compiled in %.1f s", number, report.lower_s, report.compile_s)
+    hits = counters["compiles_from_cache"] - hits_before
+    report = CompileReport(number, hits, middle - begin, time.perf_counter() - middle)
+    logger.info(
+        "%d executables (%d from the cache): lowered in %.1f s, compiled in %.1f s",
+        number,
+        hits,
+        report.lower_s,
+        report.compile_s,
+    )
     return compiled, report
+
+
+def _told[T](progress: Progress, stage: str, items: Iterable[T], total: int) -> Iterator[T]:
+    """`items`; `progress` is called before the first one and after each."""
+    progress(stage, 0, total)
+    for done, item in enumerate(items, start=1):
+        yield item
+        progress(stage, done, total)
 
 
 def eager_programs(planned: Sequence[PlannedProgram], dtype: Any) -> Executables:
@@ -104,6 +158,16 @@ def eager_programs(planned: Sequence[PlannedProgram], dtype: Any) -> Executables
         return run
 
     return {p.key: {link.chain: op_by_op(link.chain) for link in p.links} for p in planned}
+
+
+def weight_bytes(planned: Sequence[PlannedProgram], mesh: Mesh) -> int:
+    """Bytes of all weights that the programs take, on each device of `mesh`."""
+    weights: dict[str, Any] = {}
+    for link in (link for program in planned for link in program.links):
+        weights.update(zip(link.paths, _weight_avals(link.chain, mesh), strict=True))
+    return sum(
+        math.prod(aval.sharding.shard_shape(aval.shape)) * aval.dtype.itemsize for aval in jax.tree.leaves(weights)
+    )
 
 
 def donated_arguments(executable: Any) -> list[Any]:

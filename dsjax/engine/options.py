@@ -131,6 +131,11 @@ def cache_folder(options: EngineOptions) -> Path:
     return Path(options.cache_dir or os.environ.get("DSJAX_CACHE_DIR") or default)
 
 
+def executables_folder(options: EngineOptions) -> Path:
+    """Where compiled executables are kept."""
+    return cache_folder(options) / "executables"
+
+
 def _max_model_len(options: EngineOptions, config: ModelConfig) -> int:
     length = options.max_model_len or config.max_position
     if length > config.max_position:

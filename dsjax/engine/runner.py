@@ -9,23 +9,19 @@ from typing import Any, NamedTuple
 
 import jax
 
-from dsjax.aot.compile import compile_programs, count_compiles, eager_programs, keep_executables
+from dsjax.aot.compile import count_compiles, keep_executables
 from dsjax.aot.ladders import pick
-from dsjax.aot.planner import ProgramKey, body_shape, plan_programs, state_avals
-from dsjax.aot.targets import target_of
+from dsjax.aot.planner import ProgramKey, body_shape
 from dsjax.cache.kinds import PageKind
-from dsjax.cache.sizing import available_bytes, cache_pages
-from dsjax.checkpoint.load import Weights, load_weights, random_weights
+from dsjax.checkpoint.load import load_weights, random_weights
 from dsjax.config import ModelConfig
-from dsjax.engine.options import EngineOptions, cache_folder, resolve
+from dsjax.engine.blueprint import Blueprint
+from dsjax.engine.options import EngineOptions, executables_folder
 from dsjax.engine.packing import pack_rows, pack_step
 from dsjax.engine.request import Limits
 from dsjax.engine.scheduler import Step
 from dsjax.errors import OptionError
-from dsjax.model import abstract_model
-from dsjax.pallas_kernels import Ops
 from dsjax.segments import Executor, allocate
-from dsjax.sharding import TensorParallel, make_mesh
 
 
 class StepResult(NamedTuple):
@@ -57,21 +53,20 @@ class Runner:
 
     def __init__(self, folder: Path, config: ModelConfig, options: EngineOptions):
         count_compiles()
-        self.mesh = make_mesh(options.tp)
-        self.deployment = resolve(options, config, target_of(self.mesh.devices.flat[0]))
+        blueprint = Blueprint.draw(config, options)
+        self.mesh, self.model, self.pages = blueprint.mesh, blueprint.model, blueprint.pages
+        self.deployment = blueprint.deployment
         self.buckets = self.deployment.buckets
         self.rows = self.buckets.rows
-        ops = Ops.for_target(self.deployment.target)
-        self.model = abstract_model(config, self.deployment.dtype, ops, TensorParallel(options.tp))
         if self.deployment.plan != "off":
-            keep_executables(cache_folder(options) / "executables")
+            keep_executables(executables_folder(options))
         self.counts = StepCounts()
         with _out_of_memory_explained():
             dummy = options.load_format == "dummy"
             weights = random_weights(self.model, self.mesh) if dummy else load_weights(self.model, folder, self.mesh)
-            left = available_bytes(self.mesh, options.gpu_memory_fraction)
-            self.pages = cache_pages(self.kinds, self.rows, self.deployment.max_model_len, options.kv_tokens, left)
-            self.executor, self.programs, self.compile_report = self._compile(weights)
+            executables, self.compile_report = blueprint.compile()
+            self.executor = Executor(self.mesh, weights, allocate(blueprint.state, self.mesh))
+        self.programs = {p.key: self.executor.bind(p.links, executables[p.key], p.results) for p in blueprint.planned}
 
     @property
     def kinds(self) -> tuple[PageKind, ...]:
@@ -128,18 +123,6 @@ class Runner:
         self.counts.tokens += step.num_tokens
         self.counts.prefill_tokens += step.num_tokens - step.num_decode
         self.counts.padding += key.bucket - step.num_tokens
-
-    def _compile(self, weights: Weights):
-        plan = self.deployment.plan
-        state = state_avals(self.kinds, self.pages, self.rows, self.deployment.max_model_len)
-        planned = plan_programs(self.model, self.buckets, "piece" if plan == "off" else plan)
-        if plan == "off":
-            executables, report = eager_programs(planned, self.model.dtype), None
-        else:
-            executables, report = compile_programs(planned, state, self.mesh, self.model.dtype)
-        executor = Executor(self.mesh, weights, allocate(state, self.mesh))
-        programs = {p.key: executor.bind(p.links, executables[p.key], p.results) for p in planned}
-        return executor, programs, report
 
 
 @contextmanager
