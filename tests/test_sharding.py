@@ -6,6 +6,9 @@ import numpy as np
 import pytest
 
 from dsjax import LLM
+from dsjax.aot.compile import weight_bytes
+from dsjax.aot.ladders import Buckets
+from dsjax.aot.planner import plan_programs
 from dsjax.checkpoint.load import load_weights
 from dsjax.config import ModelConfig
 from dsjax.model import abstract_model
@@ -32,6 +35,9 @@ def test_every_device_holds_its_share_of_the_weights():
     experts = weights["layers.1.ffn"][1]
     assert experts.shape == (8, 2, 32, 64)
     assert {shard.data.shape for shard in experts.addressable_shards} == {(2, 2, 32, 64)}
+    planned = plan_programs(model, Buckets((4,), (4,), (4,)), "step")
+    shards = [leaf.addressable_shards[0].data for leaves in weights.values() for leaf in leaves]
+    assert weight_bytes(planned, mesh) == sum(shard.nbytes for shard in shards)
     for path, leaves in weights.items():
         for split, one in zip(leaves, whole[path], strict=True):
             np.testing.assert_array_equal(split, one)

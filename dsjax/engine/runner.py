@@ -53,30 +53,29 @@ class Runner:
 
     def __init__(self, folder: Path, config: ModelConfig, options: EngineOptions):
         count_compiles()
-        blueprint = Blueprint.draw(config, options)
-        self.mesh, self.model, self.pages = blueprint.mesh, blueprint.model, blueprint.pages
-        self.deployment = blueprint.deployment
-        self.buckets = self.deployment.buckets
+        self.blueprint = blueprint = Blueprint.draw(config, options)
+        self.pages, self.buckets = blueprint.pages, blueprint.deployment.buckets
         self.rows = self.buckets.rows
-        if self.deployment.plan != "off":
+        model, mesh = blueprint.model, blueprint.mesh
+        if options.plan != "off":
             keep_executables(executables_folder(options))
         self.counts = StepCounts()
         with _out_of_memory_explained():
             dummy = options.load_format == "dummy"
-            weights = random_weights(self.model, self.mesh) if dummy else load_weights(self.model, folder, self.mesh)
+            weights = random_weights(model, mesh) if dummy else load_weights(model, folder, mesh)
             executables, self.compile_report = blueprint.compile()
-            self.executor = Executor(self.mesh, weights, allocate(blueprint.state, self.mesh))
+            self.executor = Executor(mesh, weights, allocate(blueprint.state, mesh))
         self.programs = {p.key: self.executor.bind(p.links, executables[p.key], p.results) for p in blueprint.planned}
 
     @property
     def kinds(self) -> tuple[PageKind, ...]:
-        return self.model.page_kinds
+        return self.blueprint.model.page_kinds
 
     @property
     def limits(self) -> Limits:
         """What a request may ask for."""
         cache_tokens = min(self.pages[kind.name] * kind.page_tokens for kind in self.kinds)
-        return Limits(self.model.config.vocab_size, self.deployment.max_model_len, cache_tokens)
+        return Limits(self.blueprint.model.config.vocab_size, self.blueprint.deployment.max_model_len, cache_tokens)
 
     def dispatch(self, step: Step, collect_all: bool = False) -> StepResult:
         """Enqueue `step`; returns at once. With `collect_all` the result covers every token of the step."""
