@@ -232,6 +232,12 @@ class Executor:
         self.state.update((name, value) for name, value in results.items() if name in self.state)
         return results
 
+    def drop_state(self) -> None:
+        """Free the state, or what a failed call has left of it."""
+        for leaf in jax.tree.leaves(self.state):
+            leaf.delete()
+        self.state = {}
+
     def close(self) -> None:
         """Free weights and state on the device."""
         for leaf in jax.tree.leaves((self.weights, self.state, self._scalars)):

@@ -48,10 +48,10 @@ def pack_prefill(tokens: list[int], kinds, pages: dict[str, int]) -> np.ndarray:
     count = len(tokens)
     scheduler = Scheduler(kinds, pages, rows=count, step_tokens=count, eos_token_ids=())
     limits = Limits(vocab_size=1 << 20, max_model_len=count + 1, cache_tokens=count + 1)
-    scheduler.add(Request.create("0", tokens, SamplingParams(max_tokens=1), limits))
+    scheduler.add(Request.create("0", tokens, SamplingParams(max_tokens=1, prompt_logprobs=0), limits))
     step = scheduler.schedule()
     assert step is not None
-    return pack_step(step, StepShape(count, count, has_prefill=True), kinds, collect_all=True)
+    return pack_step(step, StepShape(count, count, has_prefill=True), kinds)
 
 
 def zero_router_bias(weights: Weights) -> Weights:

@@ -39,13 +39,14 @@ class TestAgainstTransformers:
     ):
         """Prompts cut into chunks of 32 tokens, cold and over cached ones: the logits behind their last tokens."""
         expected, engine = golden(case), make_llm(case, plan=plan).engine
+        engine.forget_prefixes()
         lengths = (17, 64, 33)
         found: dict[str, np.ndarray] = {}
         dispatch = engine.runner.dispatch
 
-        def keep_logits(step, collect_all):
-            result = dispatch(step, collect_all)
-            found.update((request.id, np.asarray(result.logits)[i]) for i, request in enumerate(step.sampling))
+        def keep_logits(step):
+            result = dispatch(step)
+            found.update((pick.request.id, np.asarray(result.logits)[i]) for i, pick in enumerate(step.picks))
             return result
 
         monkeypatch.setattr(engine.runner, "dispatch", keep_logits)
@@ -61,6 +62,7 @@ class TestAgainstTransformers:
         """Prompts of 5, 37 and 100 tokens at once: chunks of the long one run beside decode tokens of the others."""
         expected = golden(case)
         llm = make_llm(case, plan=plan)
+        llm.engine.forget_prefixes()
         answers = llm.generate([expected[f"prompt_{i}"].tolist() for i in range(3)], GREEDY)
         assert [answer.token_ids for answer in answers] == [expected[f"greedy_{i}"].tolist() for i in range(3)]
         used = llm.engine.runner.counts.programs

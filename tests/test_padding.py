@@ -10,9 +10,10 @@ import pytest
 
 from dsjax import LLM, SamplingParams
 from dsjax.aot.planner import ProgramKey, body_shape
+from dsjax.engine.logprobs import Picked
 from dsjax.engine.packing import pack_step
 from dsjax.engine.request import Request
-from dsjax.engine.scheduler import Step
+from dsjax.engine.scheduled import Step
 from dsjax.step.layout import StepShape, step_layout
 
 BUCKET = 32
@@ -45,7 +46,7 @@ class Harness:
         results = runner.executor.run(runner.programs[key], {"packed": packed})
         tail = runner.programs[ProgramKey("tail", runner.rows)]
         logits = runner.executor.run(tail, {name: results[name] for name in ("hidden", "samples")})["logits"]
-        return np.asarray(logits)[: len(step.sampling)]
+        return np.asarray(logits)[: len(step.picks)]
 
     def with_garbage(self, packed: np.ndarray, shape: StepShape, used: int) -> np.ndarray:
         """Token ids and positions of pad places replaced by nonsense; their rows stay none."""
@@ -58,6 +59,7 @@ class Harness:
     def forget(self, count: int) -> None:
         for number in range(count):
             self.llm.engine.abort(f"padding-{number}")
+        self.llm.engine.forget_prefixes()
         fill(self.llm.engine.runner.executor.state["pools"], 0.0)
 
 
@@ -105,7 +107,9 @@ def test_decode_tokens_over_cached_context_beside_nan_pages(make_llm):
     step = harness.scheduled(prompts([20, 3]))
     harness.run(step, poison=False)
     engine = harness.llm.engine
-    engine.scheduler.collect(step, [7, 8])  # known to the host, so that the step may be run twice
+    engine.scheduler.collect(
+        step, [Picked(7, None), Picked(8, None)]
+    )  # known to the host, so that the step may be run twice
     second = engine.scheduler.schedule()
     assert second is not None
     assert second.is_decode

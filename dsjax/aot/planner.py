@@ -53,7 +53,7 @@ def plan_programs(model: Model, buckets: Buckets, plan: str) -> list[PlannedProg
     keys += [ProgramKey("mixed", bucket) for bucket in buckets.tokens]
     planned = [_body(model, layers, key, buckets.rows, plan) for key in keys]
     planned += [_tail(model, bucket, buckets.rows, plan) for bucket in buckets.tails]
-    return [*planned, _set_rows(buckets.rows, plan)]
+    return [*planned, _set_rows(buckets.rows, model.page_kinds, plan)]
 
 
 def state_avals(kinds: Sequence[PageKind], pages: dict[str, int], rows: int, max_tokens: int) -> dict[str, Any]:
@@ -98,10 +98,11 @@ def _tail(model: Model, bucket: int, rows: int, plan: str) -> PlannedProgram:
     return PlannedProgram(ProgramKey("tail", bucket), tuple(links), results, {"hidden": hidden, "samples": samples})
 
 
-def _set_rows(rows: int, plan: str) -> PlannedProgram:
-    links = cut([Call(Segment.of("set_rows", SetRows(rows)))], plan, ["sampling"])
-    arguments = {"packed": _aval((row_layout(rows).size,))}
-    return PlannedProgram(ProgramKey("set_rows", rows), tuple(links), ("sampling",), arguments)
+def _set_rows(rows: int, kinds: tuple[PageKind, ...], plan: str) -> PlannedProgram:
+    results = ("sampling", "page_tables")
+    links = cut([Call(Segment.of("set_rows", SetRows(rows, kinds)))], plan, results)
+    arguments = {"packed": _aval((row_layout(rows, kinds).size,))}
+    return PlannedProgram(ProgramKey("set_rows", rows), tuple(links), results, arguments)
 
 
 def _aval(shape: tuple[int, ...], dtype: Any = jnp.int32) -> Any:

@@ -1,5 +1,7 @@
 """The engine: scheduler and runner in step. Results are read one step behind: the device need not wait for the host."""
 
+import logging
+import time
 from collections import deque
 from pathlib import Path
 from typing import NamedTuple
@@ -12,8 +14,14 @@ from dsjax.engine.options import EngineOptions
 from dsjax.engine.request import Limits, Request
 from dsjax.engine.runner import Runner, StepCounts, StepResult
 from dsjax.engine.sampling_params import SamplingParams
-from dsjax.engine.scheduler import Scheduler, Step, Update
+from dsjax.engine.scheduled import Step
+from dsjax.engine.scheduler import Scheduler, Update
 from dsjax.errors import EngineDeadError, OptionError
+from dsjax.telemetry import count
+
+logger = logging.getLogger("dsjax")
+
+MOST_FAILURES = 3  # device failures in a row, without a step that succeeds, before the engine gives up
 
 
 class _Pending(NamedTuple):
@@ -35,8 +43,10 @@ class Engine:
             rows=self.runner.rows,
             step_tokens=self.runner.buckets.tokens[-1],
             eos_token_ids=config.eos_token_ids,
+            prefix_cache=options.prefix_cache,
         )
         self._pending: deque[_Pending] = deque()
+        self._failures = 0
         self._death: str | None = None
 
     @property
@@ -73,17 +83,21 @@ class Engine:
         return self.scheduler.abort(request_id)
 
     def step(self) -> list[Update]:
-        """Enqueue the next step, then read the tokens of the one before. Raises EngineDeadError if the device fails.
+        """Enqueue the next step, then read the tokens of the one before.
 
-        An interrupt while it waits for tokens loses nothing: the next call reads them.
+        A device failure loses the caches: they are made anew and open requests computed again. Raises EngineDeadError
+        if that does not help. An interrupt while it waits for tokens loses nothing: the next call reads them.
         """
         self._check_alive()
-        enqueued = self._enqueue()
-        if len(self._pending) > enqueued:
-            return self._collect_oldest()
-        if self.scheduler.has_work and not enqueued:
-            raise self._die("there are open requests, but none of them can run")
-        return []
+        if updates := self.scheduler.expire(time.monotonic()):
+            return updates
+        try:
+            updates = self._step()
+        except jax.errors.JaxRuntimeError as error:
+            self._recover(error)
+        if not self.has_work:
+            self._check_pages()
+        return updates
 
     def logits(self, tokens: list[int], chunk_tokens: int | None = None) -> np.ndarray:
         """Teacher-forced logits after every token of `tokens`: float32 [len(tokens), V], through the compiled programs.
@@ -97,14 +111,21 @@ class Engine:
         size = self.runner.rows if chunk_tokens is None else chunk_tokens
         if not 1 <= size <= self.runner.rows:
             raise OptionError(f"chunk_tokens is {chunk_tokens}, expected 1 to max_num_seqs ({self.runner.rows}).")
+        params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)  # so that each token has its logits
+        request = Request.create("logits", tokens, params, self.limits)
         while self._pending:
             self._collect_oldest()
-        request = Request.create("logits", tokens, SamplingParams(temperature=0, max_tokens=1), self.limits)
         self.add(request)
         try:
             return np.concatenate(self._chunk_logits(request, size))
+        except jax.errors.JaxRuntimeError as error:
+            raise self._die(f"the device failed: {error}") from error
         finally:
             self.abort(request.id)
+
+    def forget_prefixes(self) -> None:
+        """Empty the prefix cache."""
+        self.scheduler.forget_prefixes()
 
     def close(self) -> None:
         """Free all device memory. The engine cannot be used afterwards."""
@@ -112,44 +133,69 @@ class Engine:
         self._death = self._death or "The engine is closed; make a new one."
         self.runner.close()
 
-    def _enqueue(self) -> bool:
-        """Schedule and enqueue the next step, if there is one."""
-        pending = self._dispatch_next()
-        if pending is not None:
-            self._pending.append(pending)
-        return pending is not None
+    def _step(self) -> list[Update]:
+        enqueued = self._dispatch_next()
+        if enqueued is not None:
+            self._pending.append(enqueued)
+        if len(self._pending) > (enqueued is not None):
+            return self._collect_oldest()
+        if self.scheduler.has_work and enqueued is None:
+            raise self._die("there are open requests, but none of them can run")
+        return []
 
-    def _dispatch_next(self, step_tokens: int | None = None, collect_all: bool = False) -> _Pending | None:
-        """Requests are counted forward when they are scheduled, so a step that is not enqueued ends the engine."""
+    def _dispatch_next(self, step_tokens: int | None = None) -> _Pending | None:
+        """Schedule and enqueue the next step, if there is one.
+
+        Requests are counted forward when they are scheduled, so a step that is not enqueued for another reason than a
+        device failure ends the engine.
+        """
         try:
             step = self.scheduler.schedule(step_tokens)
-            return None if step is None else _Pending(step, self.runner.dispatch(step, collect_all))
-        except jax.errors.JaxRuntimeError as error:
-            raise self._die(f"the device failed: {error}") from error
+            return None if step is None else _Pending(step, self.runner.dispatch(step))
+        except jax.errors.JaxRuntimeError:
+            raise
         except BaseException as error:
             self._die(f"enqueuing a step failed ({type(error).__name__}: {error})")
             raise
 
     def _collect_oldest(self) -> list[Update]:
         step, result = self._pending[0]
-        tokens = self._read(result, len(step.sampling))
+        picked = self.runner.read(result, step.picks)
         self._pending.popleft()
-        return self.scheduler.collect(step, tokens)
-
-    def _read(self, result: StepResult, count: int) -> list[int]:
-        try:
-            return self.runner.read(result, count)
-        except jax.errors.JaxRuntimeError as error:
-            raise self._die(f"the device failed: {error}") from error
+        self._failures = 0
+        return self.scheduler.collect(step, picked)
 
     def _chunk_logits(self, request: Request, chunk_tokens: int) -> list[np.ndarray]:
         chunks = []
         while request.remaining:
-            pending = self._dispatch_next(chunk_tokens, collect_all=True)
+            pending = self._dispatch_next(chunk_tokens)
             assert pending is not None, "an idle engine can always admit a request that passed its limits"
-            self._read(pending.result, 0)
             chunks.append(jax.device_get(pending.result.logits)[: pending.step.num_tokens])
         return chunks
+
+    def _recover(self, error: jax.errors.JaxRuntimeError) -> None:
+        """Make the caches anew after a failed device call; open requests are computed again from the beginning.
+
+        Their tokens stay the same: what is known is kept, and the rest is sampled with the same noise.
+        """
+        self._failures += 1
+        count("device_failures")
+        if self._failures >= MOST_FAILURES:
+            raise self._die(f"the device failed {self._failures} times in a row: {error}") from error
+        logger.error("The device failed; caches are made anew and open requests computed again: %s", error)
+        self._pending.clear()
+        self.scheduler.restart()
+        try:
+            self.runner.renew_state()
+        except jax.errors.JaxRuntimeError as second:
+            raise self._die(f"the device failed and does not recover: {second}") from error
+
+    def _check_pages(self) -> None:
+        """At rest every page is free or cached; if not, there is an error in dsjax, which must not starve requests."""
+        if lost := self.scheduler.lost_pages():
+            count("lost_pages", lost)
+            logger.error("%d pages of the cache were lost, which is an error in dsjax; the cache is emptied.", lost)
+            self.scheduler.restart()
 
     def _die(self, reason: str) -> EngineDeadError:
         self._death = f"The engine stopped: {reason}. Its requests are lost; make a new engine (restart the server)."

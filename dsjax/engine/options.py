@@ -31,7 +31,7 @@ class EngineOptions:
     `load_format` "dummy": random weights. `dtype` "auto": bfloat16 on GPUs, float32 on CPUs. `tp`: devices to split the
     model over. `kv_tokens`: size of the cache in tokens; by default it is enough for max_num_seqs requests of full
     length, or what memory allows: on GPUs `gpu_memory_fraction` of what JAX may use, less the weights and 2 GiB, on
-    CPUs 1 GiB. `cache_dir`: where compiled executables are kept.
+    CPUs 1 GiB. `prefix_cache`: requests share the cache of equal beginnings. `cache_dir`: where compiled executables are kept.
     """
 
     max_model_len: int | None = None
@@ -44,6 +44,7 @@ class EngineOptions:
     tp: int = 1
     kv_tokens: int | None = None
     gpu_memory_fraction: float = 0.85
+    prefix_cache: bool = True
     cache_dir: str | None = None
 
     @classmethod
@@ -62,6 +63,8 @@ class EngineOptions:
             value = getattr(self, name)
             if value is not None and not _is_positive(value):
                 raise OptionError(f"{name} is {value!r}, expected a positive integer.")
+        if not isinstance(self.prefix_cache, bool):
+            raise OptionError(f"prefix_cache is {self.prefix_cache!r}, expected True or False.")
         fraction = self.gpu_memory_fraction
         if isinstance(fraction, bool) or not isinstance(fraction, int | float) or not 0 < fraction <= 1:
             raise OptionError(f"gpu_memory_fraction is {fraction!r}, expected a number in (0, 1].")

@@ -1,9 +1,16 @@
 """Requests. No JAX here: the server's HTTP process uses this module too."""
 
+import math
 import secrets
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from numbers import Integral, Real
+from typing import Any
 
+from dsjax.cache.kinds import PageKind
+from dsjax.cache.pages import Key, page_keys
+from dsjax.engine.logprobs import TokenLogprobs
 from dsjax.engine.sampling_params import SamplingParams
 from dsjax.errors import RequestError
 
@@ -55,8 +62,12 @@ class Limits:
 class Request:
     """One request on its way through the engine.
 
-    `computed`: leading tokens whose cache entries are written or on their way. `in_flight`: sampled tokens that the
-    host has not read yet. `row` and `pages` (per page kind) are held while running; `reserved` pages are still to come.
+    `priority`: higher ones run first, `arrival` decides among equals. `deadline`: time.monotonic() at which it ends,
+    finished or not. `computed`: leading tokens whose cache entries are written or on their way. `in_flight`: sampled
+    tokens, and `picks_in_flight` results of any kind, that the host has not read yet. `row` and `pages` (per page kind)
+    are held while running; `keys` name the contents of its full pages, of which the first `remembered` may be shared.
+    `cached_tokens`: how many tokens of the prompt
+    were found in the cache when it started.
     """
 
     id: str
@@ -64,27 +75,57 @@ class Request:
     params: SamplingParams
     max_tokens: int
     seed: int
+    priority: int = 0
+    deadline: float | None = None
+    arrival: int = 0
     outputs: list[int] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     computed: int = 0
     in_flight: int = 0
+    picks_in_flight: int = 0
+    cached_tokens: int | None = None
     row: int | None = None
     pages: dict[str, list[int]] = field(default_factory=dict)
-    reserved: dict[str, int] = field(default_factory=dict)
+    keys: dict[str, list[Key]] = field(default_factory=dict)
+    remembered: dict[str, int] = field(default_factory=dict)
     finish_reason: str | None = None
 
     @classmethod
-    def create(cls, id: str, prompt: Sequence[int], params: SamplingParams, limits: Limits) -> "Request":
+    def create(
+        cls,
+        id: str,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        limits: Limits,
+        priority: int = 0,
+        timeout_s: float | None = None,
+    ) -> "Request":
         """A request checked against `limits`. Raises RequestError if it can never be served."""
         limits.check_prompt(prompt)
         max_tokens = limits.resolve_max_tokens(len(prompt), params.max_tokens)
         params.check_fits(limits.vocab_size, max_tokens)
         seed = secrets.randbits(63) if params.seed is None else params.seed
-        return cls(id, list(prompt), params, max_tokens, seed)
+        return cls(id, list(prompt), params, max_tokens, seed, check_priority(priority), deadline_after(timeout_s))
+
+    @property
+    def rank(self) -> tuple[int, int]:
+        """Requests of lower rank go first."""
+        return -self.priority, self.arrival
+
+    @property
+    def known_tokens(self) -> int:
+        """Prompt and output tokens whose ids the host knows."""
+        return len(self.prompt) + len(self.outputs)
 
     @property
     def num_tokens(self) -> int:
         """Prompt and output tokens, those in flight included."""
-        return len(self.prompt) + len(self.outputs) + self.in_flight
+        return self.known_tokens + self.in_flight
+
+    @property
+    def most_stored(self) -> int:
+        """Tokens that it can ever have in the cache: the last one sampled is never stored."""
+        return len(self.prompt) + self.max_tokens - 1
 
     @property
     def remaining(self) -> int:
@@ -92,11 +133,43 @@ class Request:
         exhausted = len(self.outputs) + self.in_flight >= self.max_tokens
         return 0 if exhausted else self.num_tokens - self.computed
 
+    @property
+    def unscored(self) -> int | None:
+        """The first token after which a logprob of the prompt is still asked for; None if none is."""
+        if self.params.prompt_logprobs is None or len(self.prompt_logprobs) >= len(self.prompt) - 1:
+            return None
+        return len(self.prompt_logprobs)
+
     def tokens(self, start: int, length: int, unknown: int) -> list[int]:
         """The ids of tokens start..start+length-1, with `unknown` for those that are still in flight."""
-        known = len(self.prompt) + len(self.outputs)
-        ids = [self._token(place) for place in range(start, min(start + length, known))]
+        ids = [self.token(place) for place in range(start, min(start + length, self.known_tokens))]
         return ids + [unknown] * (length - len(ids))
 
-    def _token(self, place: int) -> int:
+    def token(self, place: int) -> int:
+        """The id of a known token."""
         return self.prompt[place] if place < len(self.prompt) else self.outputs[place - len(self.prompt)]
+
+    def page_keys(self, kind: PageKind) -> list[Key]:
+        """Keys of the pages that the known tokens fill."""
+        keys = self.keys.get(kind.name, [])
+        if len(keys) < self.known_tokens // kind.page_tokens:
+            keys = self.keys[kind.name] = page_keys([*self.prompt, *self.outputs], kind.page_tokens, keys)
+        return keys
+
+
+def check_priority(priority: Any) -> int:
+    """`priority` as an int. Raises RequestError if it is none."""
+    if isinstance(priority, bool) or not isinstance(priority, Integral) or not -(2**31) <= int(priority) < 2**31:
+        raise RequestError(
+            f"priority is {priority!r}, expected a 32-bit integer (higher runs first).", param="priority"
+        )
+    return int(priority)
+
+
+def deadline_after(timeout_s: Any) -> float | None:
+    """The time.monotonic() in `timeout_s` seconds. Raises RequestError unless that is a positive number or None."""
+    if timeout_s is None:
+        return None
+    if isinstance(timeout_s, bool) or not isinstance(timeout_s, Real) or not 0 < float(timeout_s) < math.inf:
+        raise RequestError(f"timeout_s is {timeout_s!r}, expected a positive number of seconds.", param="timeout_s")
+    return time.monotonic() + float(timeout_s)

@@ -1,7 +1,7 @@
 """The runner: the device's side of the engine. It turns a scheduled step into calls of compiled programs."""
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,10 +16,11 @@ from dsjax.cache.kinds import PageKind
 from dsjax.checkpoint.load import load_weights, random_weights
 from dsjax.config import ModelConfig
 from dsjax.engine.blueprint import Blueprint
+from dsjax.engine.logprobs import Picked
 from dsjax.engine.options import EngineOptions, executables_folder
 from dsjax.engine.packing import pack_rows, pack_step
 from dsjax.engine.request import Limits
-from dsjax.engine.scheduler import Step
+from dsjax.engine.scheduled import Pick, Step
 from dsjax.errors import OptionError
 from dsjax.segments import Executor, allocate
 
@@ -77,27 +78,32 @@ class Runner:
         cache_tokens = min(self.pages[kind.name] * kind.page_tokens for kind in self.kinds)
         return Limits(self.blueprint.model.config.vocab_size, self.blueprint.deployment.max_model_len, cache_tokens)
 
-    def dispatch(self, step: Step, collect_all: bool = False) -> StepResult:
-        """Enqueue `step`; returns at once. With `collect_all` the result covers every token of the step."""
+    def dispatch(self, step: Step) -> StepResult:
+        """Enqueue `step`; returns at once."""
         if step.admitted:
             set_rows = self.programs[ProgramKey("set_rows", self.rows)]
-            self.executor.run(set_rows, {"packed": pack_rows(step.admitted, self.rows)})
+            for packed in pack_rows(step.admitted, self.rows, self.kinds):
+                self.executor.run(set_rows, {"packed": packed})
         key = self._body(step)
-        packed = pack_step(step, body_shape(key, self.rows), self.kinds, collect_all)
+        packed = pack_step(step, body_shape(key, self.rows), self.kinds)
         body = self.executor.run(self.programs[key], {"packed": packed})
         self._count(key, step)
-        results = step.num_tokens if collect_all else len(step.sampling)
-        return self._sample(body, results) if results else StepResult(body["hidden"])
+        return self._sample(body, len(step.picks)) if step.picks else StepResult(body["hidden"])
 
-    def read(self, result: StepResult, count: int) -> list[int]:
-        """The first `count` sampled tokens, on the host, once the step is over.
+    def read(self, result: StepResult, picks: Sequence[Pick]) -> list[Picked]:
+        """What the tail gave for `picks`, on the host, once the step is over.
 
         Here, and nowhere else in its loop, the engine waits for the device.
         """
         if result.tokens is None:
             result.hidden.block_until_ready()  # else a long prefill would be enqueued as a whole
             return []
-        return jax.device_get(result.tokens)[:count].tolist()
+        return [Picked(token, None) for token in jax.device_get(result.tokens)[: len(picks)].tolist()]
+
+    def renew_state(self) -> None:
+        """Make caches and row state anew, after a failed call may have lost them. Raises JaxRuntimeError if it can't."""
+        self.executor.drop_state()
+        self.executor.state = allocate(self.blueprint.state, self.blueprint.mesh)
 
     def close(self) -> None:
         """Free weights and caches on the device, and drop the executables."""

@@ -60,9 +60,7 @@ class Prepare(nnx.Module):
 
     def __call__(self, packed: jax.Array, page_tables: dict, last_tokens: jax.Array):
         fields = step_layout(self.shape, self.kinds).unpack(packed)
-        tables = {
-            kind.name: _add_pages(page_tables[kind.name], fields[f"new_pages.{kind.name}"]) for kind in self.kinds
-        }
+        tables = {kind.name: add_pages(page_tables[kind.name], fields[f"new_pages.{kind.name}"]) for kind in self.kinds}
         positions, valid = fields["token_positions"], fields["token_rows"] >= 0
         rows = jnp.maximum(fields["token_rows"], 0)
         ids = jnp.where(fields["token_ids"] < 0, last_tokens[rows], fields["token_ids"])
@@ -91,7 +89,8 @@ class Prepare(nnx.Module):
         return SampleInputs(tokens, of_sample, jnp.where(followed, none, of_sample), positions[tokens] + 1)
 
 
-def _add_pages(table: jax.Array, new_pages: jax.Array) -> jax.Array:
+def add_pages(table: jax.Array, new_pages: jax.Array) -> jax.Array:
+    """The page table [B, N] with `new_pages` int32 [n, 3] (row, place, page id; row -1: unused) written into it."""
     row, place, page = new_pages.T
     return table.at[jnp.where(row < 0, table.shape[0], row), place].set(page, mode="drop")
 

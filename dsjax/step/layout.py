@@ -13,6 +13,7 @@ import numpy as np
 from dsjax.cache.kinds import PageKind
 
 NONE = -1  # fills unused places: no row, no token
+CACHED_PAGES_PER_CALL = 512  # page-table entries that one call of set_rows can write, per kind
 LAST_TOKEN = -1  # token id that stands for "the token last sampled for this row", which only the device knows
 
 
@@ -80,7 +81,12 @@ def step_layout(shape: StepShape, kinds: tuple[PageKind, ...]) -> Layout:
     return Layout(tuple(fields))
 
 
-def row_layout(rows: int) -> Layout:
-    """Fields that set rows up for new requests: row [B], and the sampling parameters of each (floats as their bits)."""
+def row_layout(rows: int, kinds: tuple[PageKind, ...]) -> Layout:
+    """Fields that set rows up for new requests.
+
+    row [B], and the sampling parameters of each (floats as their bits). pages.<kind> [n, 3]: row, place in its table,
+    page id of pages that were found in the cache.
+    """
     names = ("row", "temperature", "top_k", "top_p", "seed_low", "seed_high")
-    return Layout(tuple((name, (rows,)) for name in names))
+    pages = [(f"pages.{kind.name}", (CACHED_PAGES_PER_CALL, 3)) for kind in kinds]
+    return Layout((*((name, (rows,)) for name in names), *pages))

@@ -11,7 +11,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from dsjax.step.inputs import SampleInputs
+from dsjax.cache.kinds import PageKind
+from dsjax.step.inputs import SampleInputs, add_pages
 from dsjax.step.layout import row_layout
 
 
@@ -35,15 +36,16 @@ class SamplingState(NamedTuple):
 
 
 class SetRows(nnx.Module):
-    """Sets the sampling parameters of the rows that new requests get."""
+    """Sets rows up for new requests: their sampling parameters, and the pages of their prefixes that were cached."""
 
-    gives = ("sampling",)
+    gives = ("sampling", "page_tables")
 
-    def __init__(self, rows: int):
-        self.rows = rows
+    def __init__(self, rows: int, kinds: tuple[PageKind, ...]):
+        self.rows, self.kinds = rows, kinds
 
-    def __call__(self, packed: jax.Array, sampling: SamplingState):
-        fields = row_layout(self.rows).unpack(packed)
+    def __call__(self, packed: jax.Array, sampling: SamplingState, page_tables: dict):
+        fields = row_layout(self.rows, self.kinds).unpack(packed)
+        tables = {kind.name: add_pages(page_tables[kind.name], fields[f"pages.{kind.name}"]) for kind in self.kinds}
         rows = jnp.where(fields["row"] < 0, self.rows, fields["row"])
         seeds = jnp.stack([fields["seed_low"], fields["seed_high"]], axis=1)
         new = SamplingState(
@@ -52,7 +54,7 @@ class SetRows(nnx.Module):
             top_p=lax.bitcast_convert_type(fields["top_p"], jnp.float32),
             seeds=lax.bitcast_convert_type(seeds, jnp.uint32),
         )
-        return (jax.tree.map(lambda old, value: old.at[rows].set(value, mode="drop"), sampling, new),)
+        return jax.tree.map(lambda old, value: old.at[rows].set(value, mode="drop"), sampling, new), tables
 
 
 class Sample(nnx.Module):

@@ -1,34 +1,75 @@
-"""The page allocator: conservation and reservations, over random histories."""
+"""The page pool: every page is free, cached or used, whatever happens; keys; order of eviction."""
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dsjax.cache.pages import PagePool
+from dsjax.cache.pages import PagePool, page_keys
 
 
-@given(st.lists(st.tuples(st.integers(1, 9), st.integers(0, 9), st.booleans()), max_size=40))
-def test_pages_are_conserved(history: list[tuple[int, int, bool]]):
-    """Requests reserve some pages, take part of them, and leave in any order; nothing is lost or given twice."""
-    pool, held = PagePool(20), []
-    for reserve, take, leaves in history:
-        if reserve <= pool.unreserved:
-            pool.reserve(reserve)
-            take = min(take, reserve)
-            held.append((pool.take(take), reserve - take))
+def test_keys_stand_for_all_tokens_from_the_beginning():
+    tokens = list(range(200))
+    keys = page_keys(tokens, 64)
+    assert len(keys) == 3, "only full pages have keys"
+    assert page_keys(tokens[:64], 64) == keys[:1]
+    assert page_keys(tokens, 64, known=keys[:2]) == keys
+    changed = [7, *tokens[1:]]
+    assert not set(page_keys(changed, 64)) & set(keys), "another first token changes every key"
+    assert page_keys([*tokens[:64], 0, *tokens[65:]], 64)[0] == keys[0]
+
+
+PROMPTS = st.lists(st.sampled_from("ab"), max_size=4).map(tuple)  # pages named by their contents
+
+
+@given(st.lists(st.tuples(PROMPTS, st.booleans()), max_size=60))
+def test_pages_are_conserved_and_found_only_with_their_contents(history: list[tuple[tuple[str, ...], bool]]):
+    """Requests of 0 to 4 pages come, share what is cached, and leave in any order, in a pool of 6 pages."""
+    pool, contents = PagePool(6), {}
+    held: list[list[int]] = []
+    for prompt, leaves in history:
+        keys = ["".join(prompt[: i + 1]).encode() for i in range(len(prompt))]
+        shared = pool.find(keys)
+        assert [contents[page] for page in shared] == keys[: len(shared)]
+        if len(keys) - len(shared) + pool.unused(shared) <= pool.available:
+            pool.share(shared)
+            new = pool.take(len(keys) - len(shared))
+            assert not set(new) & {page for pages in held for page in pages}, "a held page is given to nobody"
+            contents |= dict(zip(new, keys[len(shared) :], strict=True))
+            held.append(shared + new)
+            for page, key in zip(held[-1], keys, strict=True):
+                pool.remember(page, key)
         if leaves and held:
-            pool.release(*held.pop(0))
-        taken = [page for pages, _ in held for page in pages]
-        assert len(set(taken)) == len(taken)
-        assert pool.free + len(taken) == 20
-        assert pool.reserved == sum(reserved for _, reserved in held)
-    for entry in held:
-        pool.release(*entry)
-    assert (pool.free, pool.reserved, pool.unreserved) == (20, 0, 20)
+            pool.release(held.pop(0))
+        pool.check()
+        assert pool.used == len({page for pages in held for page in pages})
+    for pages in held:
+        pool.release(pages)
+    pool.check()
+    assert (pool.used, pool.available) == (0, 6)
+    pool.forget()
+    assert (pool.free, pool.cached) == (6, 0)
 
 
-def test_more_than_there_is_cannot_be_reserved():
+def test_the_longest_unused_goes_first_and_ends_before_beginnings():
+    pool = PagePool(4)
+    for keys in ([b"a", b"ab"], [b"c", b"cd"]):
+        pages = pool.take(2)
+        for page, key in zip(pages, keys, strict=True):
+            pool.remember(page, key)
+        pool.release(pages)
+    pool.take(1)
+    assert [len(pool.find(keys)) for keys in ([b"a", b"ab"], [b"c", b"cd"])] == [1, 2], "the end of the older one"
+    pool.share(pool.find([b"a"]))
+    pool.release(pool.find([b"a"]))
+    pool.take(1)
+    assert [len(pool.find(keys)) for keys in ([b"a", b"ab"], [b"c", b"cd"])] == [1, 1], "use makes young again"
+
+
+def test_two_pages_of_the_same_contents():
+    """Computed twice before either was known: one is found, the other is free once it is released."""
     pool = PagePool(2)
-    pool.reserve(2)
-    with pytest.raises(AssertionError):
-        pool.reserve(1)
+    first, second = pool.take(2)
+    pool.remember(first, b"a")
+    pool.remember(second, b"a")
+    pool.release([second])
+    pool.release([first])
+    assert (pool.free, pool.cached, pool.find([b"a"])) == (1, 1, [first])

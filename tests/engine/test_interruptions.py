@@ -1,5 +1,6 @@
 """What interrupts, failures and idle moments may and may not do to the engine."""
 
+import itertools
 from collections.abc import Callable
 
 import jax
@@ -11,6 +12,7 @@ from dsjax.aot.compile import _check_in_place
 from dsjax.engine.request import Request
 from dsjax.errors import EngineDeadError
 from dsjax.segments import Chain
+from dsjax.telemetry import counters
 from tests.conftest import GOLDEN, SMALL
 from tests.test_golden import golden
 
@@ -54,23 +56,65 @@ def test_a_failure_while_enqueuing_ends_the_engine_loudly(own_llm: LLM, monkeypa
         own_llm.generate(PROMPT, PARAMS)
 
 
-def test_a_device_failure_ends_the_engine_loudly(own_llm: LLM, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("method", ["read", "dispatch"])
+def test_after_a_device_failure_open_requests_are_computed_again(
+    own_llm: LLM, monkeypatch: pytest.MonkeyPatch, method: str
+):
+    """Several steps fail, while one request decodes, one prefills and one waits; the caches are lost each time."""
+    prompts = [PROMPT, [7] * 90, [8] * 40, [9] * 5]
+    params = [SamplingParams(temperature=0.8, seed=i, max_tokens=12, ignore_eos=True) for i in range(4)]
+    expected = [answer.token_ids for answer in own_llm.generate(prompts, params)]
+    own_llm.engine.forget_prefixes()
+    original, calls = getattr(own_llm.engine.runner, method), itertools.count()
+
+    def sometimes(*arguments):
+        if next(calls) in (2, 5, 6, 11):
+            for pool in own_llm.engine.runner.executor.state["pools"].values():
+                pool.delete()
+            raise jax.errors.JaxRuntimeError("out of memory")
+        return original(*arguments)
+
+    failures = counters["device_failures"]
+    monkeypatch.setattr(own_llm.engine.runner, method, sometimes)
+    assert [answer.token_ids for answer in own_llm.generate(prompts, params)] == expected
+    assert counters["device_failures"] == failures + 4
+
+
+def test_a_device_that_fails_again_and_again_ends_the_engine_loudly(own_llm: LLM, monkeypatch: pytest.MonkeyPatch):
     def fail(*_):
         raise jax.errors.JaxRuntimeError("out of memory")
 
     monkeypatch.setattr(own_llm.engine.runner, "read", fail)
     for _ in range(2):
-        with pytest.raises(EngineDeadError, match="the device failed: out of memory"):
+        with pytest.raises(EngineDeadError, match="the device failed 3 times in a row: out of memory"):
             own_llm.generate(PROMPT, PARAMS)
 
 
-@pytest.mark.parametrize("method", ["read", "dispatch"])
-def test_a_device_failure_in_logits_ends_the_engine_too(own_llm: LLM, monkeypatch: pytest.MonkeyPatch, method: str):
+def test_a_device_on_which_no_cache_can_be_made_anew(own_llm: LLM, monkeypatch: pytest.MonkeyPatch):
+    def fail(*_):
+        raise jax.errors.JaxRuntimeError("out of memory")
+
+    for method in ("read", "renew_state"):
+        monkeypatch.setattr(own_llm.engine.runner, method, fail)
+    with pytest.raises(EngineDeadError, match="the device failed and does not recover"):
+        own_llm.generate(PROMPT, PARAMS)
+
+
+def test_lost_pages_are_found_at_rest_and_given_back(own_llm: LLM):
+    pool = own_llm.engine.scheduler.pools["latent"]
+    pool.take(2)
+    lost = counters["lost_pages"]
+    own_llm.generate(PROMPT, PARAMS)
+    assert counters["lost_pages"] == lost + 2
+    assert pool.free == pool.num_pages
+
+
+def test_a_device_failure_in_logits_ends_the_engine(own_llm: LLM, monkeypatch: pytest.MonkeyPatch):
     def fail(*_):
         raise jax.errors.JaxRuntimeError("out of memory")
 
     with monkeypatch.context() as patch:
-        patch.setattr(own_llm.engine.runner, method, fail)
+        patch.setattr(own_llm.engine.runner, "dispatch", fail)
         with pytest.raises(EngineDeadError, match="the device failed: out of memory"):
             own_llm.logits([5, 6])
     with pytest.raises(EngineDeadError, match="make a new engine"):

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from dsjax.cache.kinds import PageKind
 from dsjax.config import RopeConfig
+from dsjax.engine.logprobs import Picked
 from dsjax.engine.packing import pack_step
 from dsjax.engine.request import Limits, Request
 from dsjax.engine.sampling_params import SamplingParams
@@ -42,7 +43,7 @@ def test_slots_lengths_chunks_and_samples(lengths: list[int], step_tokens: int):
         tables, inputs, samples = prepare()(packed, tables, last)
         check_tokens(step, inputs)
         check_samples(step, samples)
-        scheduler.collect(step, [5] * len(step.sampling))
+        scheduler.collect(step, [Picked(5, None)] * len(step.picks))
 
 
 def check_tokens(step, inputs) -> None:
