@@ -101,7 +101,7 @@ class Runner:
         return [Picked(token, None) for token in jax.device_get(result.tokens)[: len(picks)].tolist()]
 
     def renew_state(self) -> None:
-        """Make caches and row state anew, after a failed call may have lost them. Raises JaxRuntimeError if it can't."""
+        """Make caches and row state anew, after a failed call may have lost them. May raise JaxRuntimeError."""
         self.executor.drop_state()
         self.executor.state = allocate(self.blueprint.state, self.blueprint.mesh)
 

@@ -233,7 +233,7 @@ def test_answers_are_part_of_the_next_turn():
 
 
 def test_prompts_that_are_scored_are_computed_whole_within_the_rows():
-    """rows = 4: with nobody else, four places a step are scored or sampled; alone none of it may come from the cache."""
+    """With 4 rows and nobody else, 4 places a step are scored or sampled; nothing of it may come from the cache."""
     scheduler = make_scheduler(pages=12, rows=4, step_tokens=100)
     loop = Loop(scheduler)
     for id in ("first", "second"):
