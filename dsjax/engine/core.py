@@ -173,7 +173,7 @@ class Engine:
             chunks.append(jax.device_get(pending.result.logits)[: pending.step.num_tokens])
         return chunks
 
-    def _recover(self, error: jax.errors.JaxRuntimeError) -> None:
+    def _recover(self, error: Exception) -> None:
         """Make the caches anew after a failed device call; open requests are computed again from the beginning.
 
         Their tokens stay the same: what is known is kept, and the rest is sampled with the same noise.

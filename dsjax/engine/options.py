@@ -31,8 +31,8 @@ class EngineOptions:
     `load_format` "dummy": random weights. `dtype` "auto": bfloat16 on GPUs, float32 on CPUs. `tp`: devices to split the
     model over. `kv_tokens`: size of the cache in tokens; by default it is enough for max_num_seqs requests of full
     length, or what memory allows: on GPUs `gpu_memory_fraction` of what JAX may use, less the weights and 2 GiB, on
-    CPUs 1 GiB. `prefix_cache`: requests share the cache of equal beginnings. `cache_dir`: where compiled executables
-    are kept.
+    CPUs 1 GiB. `cache_dir`: where compiled executables are kept. `prefix_cache`: requests whose tokens begin equally
+    share the cache of that beginning.
     """
 
     max_model_len: int | None = None
@@ -45,8 +45,8 @@ class EngineOptions:
     tp: int = 1
     kv_tokens: int | None = None
     gpu_memory_fraction: float = 0.85
-    prefix_cache: bool = True
     cache_dir: str | None = None
+    prefix_cache: bool = True
 
     @classmethod
     def create(cls, **options: Any) -> "EngineOptions":

@@ -42,6 +42,7 @@ ENGINE_FLAGS: dict[str, Any] = {
     "kv_tokens": Annotated[int | None, typer.Option(help="Size of the cache in tokens.")],
     "gpu_memory_fraction": Annotated[float, typer.Option(help="Share of the GPU's memory to use.")],
     "cache_dir": Annotated[str | None, typer.Option(help="Folder for compiled executables.")],
+    "prefix_cache": Annotated[bool, typer.Option(help="Share the cache of equal beginnings between requests.")],
 }
 
 FLAGS: dict[type, dict[str, Any]] = {EngineOptions: ENGINE_FLAGS}

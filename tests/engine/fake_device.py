@@ -38,14 +38,14 @@ class FakeDevice:
 
     def __init__(self, pages: int, rows: int):
         self.pages = np.full((pages, PAGE), GARBAGE)
-        self.tables: list[dict[int, int]] = [{} for _ in range(rows)]
-        self.last_tokens = [GARBAGE] * rows
+        self.tables: dict[int | None, dict[int, int]] = {row: {} for row in range(rows)}
+        self.last_tokens: dict[int | None, int] = dict.fromkeys(range(rows), GARBAGE)
 
     def run(self, step: Step) -> list[Picked]:
         """The results of `step`, in the order of its picks."""
         for request, cached in step.admitted:
             self.tables[request.row] = dict(enumerate(cached["latent"]))
-        at: list[tuple[int, int]] = []  # row and position of each token
+        at: list[tuple[int | None, int]] = []  # row and position of each token
         for chunk in step.chunks:
             row = chunk.request.row
             self.tables[row].update(chunk.new_pages["latent"])
@@ -56,7 +56,7 @@ class FakeDevice:
                 at.append((row, position))
         return [self._pick(*at[pick.token], pick.target) for pick in step.picks]
 
-    def _pick(self, row: int, position: int, target: int | None) -> Picked:
+    def _pick(self, row: int | None, position: int, target: int | None) -> Picked:
         context = [int(self.pages[self.tables[row][i // PAGE], i % PAGE]) for i in range(position + 1)]
         token = next_token(context) if target is None else target
         if target is None:
@@ -65,8 +65,8 @@ class FakeDevice:
 
     def lose_everything(self) -> None:
         self.pages[:] = GARBAGE
-        self.tables = [{} for _ in self.tables]
-        self.last_tokens = [GARBAGE] * len(self.tables)
+        self.tables = {row: {} for row in self.tables}
+        self.last_tokens = dict.fromkeys(self.tables, GARBAGE)
 
 
 class Loop:
