@@ -7,10 +7,11 @@ import typer
 
 import dsjax
 from dsjax.errors import DsjaxError
+from dsjax.serve.commands.env import env
 from dsjax.serve.commands.serve import serve
 from dsjax.serve.commands.warmup import warmup
 
-COMMANDS = (serve, warmup)
+COMMANDS = (serve, warmup, env)
 
 app = typer.Typer(
     help="DeepSeek inference in JAX.",

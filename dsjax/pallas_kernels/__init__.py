@@ -7,11 +7,13 @@ functions of one signature. Models call operations through an Ops record, so swa
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import ModuleType
 
 from dsjax.pallas_kernels import experts, mla_decode, mla_prefill, router
 from dsjax.telemetry import count, warn_once
+
+REFERENCE = "reference"
 
 
 @dataclass(frozen=True)
@@ -26,7 +28,7 @@ class Ops:
     @classmethod
     def references(cls) -> "Ops":
         """The plain JAX meaning of each operation."""
-        return cls(**{name: module.IMPLEMENTATIONS["reference"] for name, module in _MODULES.items()})
+        return cls(**{name: module.IMPLEMENTATIONS[REFERENCE] for name, module in _MODULES.items()})
 
     @classmethod
     def for_target(cls, target: str) -> "Ops":
@@ -34,15 +36,20 @@ class Ops:
 
         Operations without a kernel run their reference: that is counted as reference_op.<name> and said once.
         """
-        kernels = {n: m.IMPLEMENTATIONS[target] for n, m in _MODULES.items() if target in m.IMPLEMENTATIONS}
-        if missing := [name for name in _MODULES if name not in kernels]:
+        chosen = implementations(target)
+        if missing := [name for name, choice in chosen.items() if choice == REFERENCE]:
             for name in missing:
                 count(f"reference_op.{name}")
             warn_once(
                 f"dsjax has no kernels for {', '.join(missing)} on {target}: their plain JAX references run, "
                 "which give the same results more slowly."
             )
-        return replace(cls.references(), **kernels)
+        return cls(**{name: module.IMPLEMENTATIONS[chosen[name]] for name, module in _MODULES.items()})
+
+
+def implementations(target: str) -> dict[str, str]:
+    """Per operation the key of the implementation that runs on `target`: the target itself, or "reference"."""
+    return {name: target if target in module.IMPLEMENTATIONS else REFERENCE for name, module in _MODULES.items()}
 
 
 _MODULES: dict[str, ModuleType] = {

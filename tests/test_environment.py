@@ -1,0 +1,72 @@
+"""What `dsjax env` finds, and the advice it gives."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import pytest
+
+import dsjax
+from dsjax.environment import Environment, problems
+from tests.serve.commands import run_command
+
+GPU = {"name": "NVIDIA H200", "total_mib": 143771, "used_mib": 4, "driver": "580.159.03"}
+DEVICE = {"id": 0, "kind": "NVIDIA H200", "platform": "gpu", "target": "hopper"}
+SOUND = Environment(
+    versions={"jaxlib": "0.11.2", "jax-cuda13-plugin": "0.11.2", "nvidia-cublas": "13.1"},
+    driver="580.159.03",
+    gpus=[GPU],
+    devices=[DEVICE],
+    target="hopper",
+    tools={"ptxas": "/usr/local/cuda/bin/ptxas", "nvlink": None},
+    executables={"folder": "/x", "writable": True},
+)
+CPU = {"devices": [DEVICE | {"platform": "cpu"}]}
+
+
+def test_a_sound_machine_has_no_problems():
+    assert problems(SOUND) == []
+    assert problems(Environment(versions={"jaxlib": "0.11.2"}, **CPU)) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "what", "advice"),
+    [
+        ({"jax_error": "no cuda", "devices": []}, "JAX finds no device: no cuda", "JAX_PLATFORMS"),
+        ({**CPU, "variables": {"JAX_PLATFORMS": "cpu"}}, "does not use the 1 NVIDIA GPU", "unset it"),
+        ({**CPU, "versions": {"jaxlib": "0.11.2"}}, "does not use", "dsjax[cuda13]"),
+        (CPU, "does not use", "See what stops the plugin"),
+        ({"gpus": [GPU | {"used_mib": 70000}]}, "other processes use 70000 of 143771 MiB", "nvidia-smi"),
+        ({"versions": {"jaxlib": "0.11.1", "jax-cuda13-plugin": "0.11.2"}}, "jaxlib is 0.11.1", "jax[cuda13]==0.11.1"),
+        ({"driver": "570.10"}, "driver is 570.10, but CUDA 13 needs 580", "dsjax[cuda12]"),
+        ({"versions": SOUND.versions | {"jax-cuda12-plugin": "0.11.2"}}, "Several CUDA plugins", "Keep one"),
+        ({"variables": {"LD_LIBRARY_PATH": "/usr/local/cuda/lib64"}}, "LD_LIBRARY_PATH", "Unset it"),
+        ({"tools": {"ptxas": None, "nvlink": None}}, "no ptxas", "nvidia-cuda-nvcc"),
+        ({"variables": {"JAX_PERSISTENT_CACHE_ENABLE_XLA_CACHES": "all"}}, "needs nvlink", "28247"),
+        ({"executables": {"folder": "/x", "writable": False}}, "/x cannot be written to", "--cache-dir"),
+        ({"variables": {"JAX_ENABLE_COMPILATION_CACHE": "0"}}, "compiles anew", "Unset it"),
+    ],
+)
+def test_each_problem_is_named_with_advice(change: dict, what: str, advice: str):
+    [problem] = problems(replace(SOUND, **change))
+    assert what in problem.what
+    assert advice in problem.advice
+
+
+def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("JAX_ENABLE_COMPILATION_CACHE", "false")
+    (tmp_path / "executables").mkdir()
+    (tmp_path / "executables" / "jit_x-cache").write_bytes(b"123")
+    found = json.loads(run_command("env", "--json", "--cache-dir", str(tmp_path)))
+    assert found["versions"]["dsjax"] == dsjax.__version__
+    assert found["versions"]["jax"] == jax.__version__
+    assert [device["id"] for device in found["devices"]] == [0, 1, 2, 3]
+    assert found["target"] == "cpu"
+    assert found["kernels"]["mla_decode"] == "reference"
+    assert found["executables"]["entries"] == 1
+    assert found["executables"]["bytes"] == 3
+    assert any("compiles anew" in problem["what"] for problem in found["problems"])
+    text = run_command("env", "--cache-dir", str(tmp_path))
+    assert "compiles anew.\n    Unset it." in text
+    assert f"{tmp_path}/executables: 1 executables" in text
