@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import jax
 import pytest
@@ -22,7 +23,7 @@ SOUND = Environment(
     tools={"ptxas": "/usr/local/cuda/bin/ptxas", "nvlink": None},
     executables={"folder": "/x", "writable": True},
 )
-CPU = {"devices": [DEVICE | {"platform": "cpu"}]}
+CPU: dict[str, Any] = {"devices": [DEVICE | {"platform": "cpu"}]}
 
 
 def test_a_sound_machine_has_no_problems():
