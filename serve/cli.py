@@ -7,11 +7,13 @@ import typer
 
 import dsjax
 from dsjax.errors import DsjaxError
+from dsjax.serve.commands.chat import chat
 from dsjax.serve.commands.env import env
+from dsjax.serve.commands.generate import generate
 from dsjax.serve.commands.serve import serve
 from dsjax.serve.commands.warmup import warmup
 
-COMMANDS = (serve, warmup, env)
+COMMANDS = (serve, generate, chat, warmup, env)
 
 app = typer.Typer(
     help="DeepSeek inference in JAX.",

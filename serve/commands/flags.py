@@ -1,17 +1,17 @@
-"""The flags that commands share: a parameter that is an EngineOptions becomes one flag per option.
+"""The flags that commands share: parameters that are EngineOptions or SamplingParams become one flag per option.
 
-A new option needs its field in EngineOptions and its line here.
+A new option needs its field there and its line here.
 """
 
 import inspect
 from collections.abc import Callable
-from dataclasses import fields
 from functools import wraps
 from typing import Annotated, Any
 
 import typer
 
 from dsjax.engine.options import DTYPES, LOAD_FORMATS, PLANS, EngineOptions
+from dsjax.engine.sampling_params import SamplingParams
 
 Model = Annotated[str, typer.Argument(help="A checkpoint folder, or 'demo'.")]
 
@@ -45,7 +45,16 @@ ENGINE_FLAGS: dict[str, Any] = {
     "prefix_cache": Annotated[bool, typer.Option(help="Share the cache of equal beginnings between requests.")],
 }
 
-FLAGS: dict[type, dict[str, Any]] = {EngineOptions: ENGINE_FLAGS}
+SAMPLING_FLAGS: dict[str, Any] = {
+    "temperature": Annotated[float, typer.Option(help="0 takes the likeliest token.")],
+    "top_k": Annotated[int, typer.Option(help="Sample from the k likeliest tokens; 0: from all.")],
+    "top_p": Annotated[float, typer.Option(help="Sample from the fewest tokens with this probability in all.")],
+    "max_tokens": Annotated[int | None, typer.Option(help="Longest answer in tokens.")],
+    "seed": Annotated[int | None, typer.Option(help="For the same answer again.")],
+    "ignore_eos": Annotated[bool, typer.Option("--ignore-eos", help="Go on past the end-of-text token.")],
+}
+
+FLAGS: dict[type, dict[str, Any]] = {EngineOptions: ENGINE_FLAGS, SamplingParams: SAMPLING_FLAGS}
 
 
 def with_flags(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -61,7 +70,7 @@ def with_flags(command: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(command)
     def run(**values: Any) -> Any:
         for name, parameter in groups.items():
-            given = {field.name: values.pop(field.name) for field in fields(parameter.annotation)}
+            given = {flag: values.pop(flag) for flag in FLAGS[parameter.annotation]}
             values[name] = parameter.annotation(**given)
         return command(**values)
 
@@ -72,15 +81,10 @@ def with_flags(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _flags_of(parameter: inspect.Parameter) -> list[inspect.Parameter]:
-    """One keyword per field of the parameter's type."""
+    """One keyword per flag of the parameter's type."""
     kind = parameter.annotation
     defaults = kind() if parameter.default is parameter.empty else parameter.default
     return [
-        inspect.Parameter(
-            field.name,
-            inspect.Parameter.KEYWORD_ONLY,
-            default=getattr(defaults, field.name),
-            annotation=FLAGS[kind][field.name],
-        )
-        for field in fields(kind)
+        inspect.Parameter(name, parameter.KEYWORD_ONLY, default=getattr(defaults, name), annotation=annotation)
+        for name, annotation in FLAGS[kind].items()
     ]
