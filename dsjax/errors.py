@@ -25,5 +25,9 @@ class RequestError(DsjaxError):
         self.param = param
 
 
+class ConcurrentUseError(DsjaxError):
+    """A call of an LLM that is at work in another thread."""
+
+
 class EngineDeadError(DsjaxError):
     """The engine stopped after a failure and cannot serve requests until it is started again."""

@@ -9,6 +9,8 @@ import jinja2
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers.decoders import DecodeStream
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
 
 from dsjax.errors import CheckpointError, RequestError
 
@@ -34,7 +36,10 @@ class Tokenizer:
     """tokenizer.json, with the chat template and special tokens of tokenizer_config.json."""
 
     def __init__(self, fast: FastTokenizer, config: dict[str, Any]):
+        fast.no_truncation()
+        fast.no_padding()
         self._fast = fast
+        self._longest_token_bytes = _longest_token_bytes(fast)
         self._tokens = {name: _token_text(config.get(name)) for name in ("bos_token", "eos_token")}
         self._bos_id = fast.token_to_id(self._tokens["bos_token"]) if config.get("add_bos_token") else None
         template = _chat_template(config.get("chat_template"))
@@ -56,19 +61,34 @@ class Tokenizer:
         except Exception as error:  # noqa: BLE001 (tokenizers raises bare Exception for a damaged file)
             raise CheckpointError(f"The tokenizer in {folder} cannot be read: {error}") from None
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+    def encode(self, text: str, add_special_tokens: bool = True, max_model_len: int | None = None) -> list[int]:
         """Token ids of `text`, after the begin-of-text token if the checkpoint has one and `add_special_tokens` is set.
 
-        Raises RequestError for text that is not valid Unicode (lone surrogates).
+        Other threads run meanwhile. Raises RequestError for text that is not valid Unicode (lone surrogates), and at
+        once for text that is certainly no prompt of fewer than `max_model_len` tokens.
         """
         try:
-            text.encode()
+            size = len(text.encode())
         except UnicodeEncodeError as error:
             raise RequestError(f"The text is not valid Unicode: {error}.", param="prompt") from None
-        ids = self._fast.encode(text, add_special_tokens=add_special_tokens).ids
+        if max_model_len is not None:
+            self._check_size(size, max_model_len)
+        # Unlike encode, this gives the GIL away.
+        [encoding] = self._fast.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        ids = encoding.ids
         if add_special_tokens and self._bos_id is not None and ids[:1] != [self._bos_id]:
             return [self._bos_id, *ids]
         return ids
+
+    def _check_size(self, size: int, max_model_len: int) -> None:
+        longest = self._longest_token_bytes
+        if longest is not None and (least := -(-size // longest)) >= max_model_len:
+            raise RequestError(
+                f"The prompt has {size} bytes of text. That is at least {least} tokens, since none is longer than "
+                f"{longest} bytes, and leaves no room for an answer: this model's context is {max_model_len} tokens. "
+                "Shorten the prompt.",
+                param="prompt",
+            )
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of `ids`, without special tokens."""
@@ -92,17 +112,48 @@ class Tokenizer:
             return self._template.render(
                 messages=list(messages), add_generation_prompt=add_generation_prompt, **self._tokens
             )
-        except (jinja2.TemplateError, TypeError, ValueError, AttributeError, KeyError) as error:
+        except (jinja2.TemplateError, TypeError, ValueError, AttributeError, KeyError, RecursionError) as error:
             raise RequestError(f"The chat template refused these messages: {error}", param="messages") from None
 
 
-def encode_prompt(text: str, tokenizer: Tokenizer | None) -> list[int]:
-    """Token ids of a text prompt. Raises RequestError if it is empty, or there is no tokenizer."""
+def encode_prompt(text: str, tokenizer: Tokenizer | None, max_model_len: int) -> list[int]:
+    """Token ids of a text prompt. Raises RequestError if it is empty, far too long, or there is no tokenizer."""
     if tokenizer is None:
         raise RequestError("This model has no tokenizer.json, so it takes no text; give token ids.", param="prompt")
     if not text:
         raise RequestError("The prompt is empty; give at least one token.", param="prompt")
-    return tokenizer.encode(text)
+    return tokenizer.encode(text, max_model_len=max_model_len)
+
+
+def _longest_token_bytes(fast: FastTokenizer) -> int | None:
+    """The most bytes of text that one token stands for; None if the tokenizer may drop text, so that there is no bound.
+
+    Known for byte-level BPE over all 256 bytes, without normalizer, and with added tokens that swallow no spaces.
+    """
+    added = fast.get_added_tokens_decoder().values()
+    vocabulary = fast.get_vocab(with_added_tokens=False)
+    splits = _parts(fast.pre_tokenizer)
+    keeps_all_text = (
+        isinstance(fast.model, BPE)
+        and not (fast.model.continuing_subword_prefix or fast.model.end_of_word_suffix)
+        and vocabulary.keys() >= set(ByteLevel.alphabet())
+        and not _parts(fast.normalizer)
+        and {"ByteLevel"} <= {split["type"] for split in splits} <= {"ByteLevel", "Digits", "Split"}
+        and not any(split.get("behavior") == "Removed" for split in splits)
+        and not any(token.lstrip or token.rstrip for token in added)
+    )
+    if not keeps_all_text:
+        return None
+    # A byte-level token is written with one character per byte, an added one as it is.
+    return max(*map(len, vocabulary), *(len(token.content.encode()) for token in added))
+
+
+def _parts(component: Any) -> list[dict[str, Any]]:
+    """The steps of a tokenizer's normalizer or pre-tokenizer, as tokenizer.json describes them."""
+    if component is None:
+        return []
+    state = json.loads(component.__getstate__())
+    return state.get("normalizers", state.get("pretokenizers", [state]))
 
 
 def _environment() -> jinja2.Environment:

@@ -1,10 +1,11 @@
-"""The HTTP application: endpoints, errors and request ids put together."""
+"""The HTTP application: endpoints, errors, request ids and the limit on bodies put together."""
 
 from fastapi import FastAPI
 from starlette.types import ASGIApp
 
 import dsjax
 from dsjax.serve import completions, health, models
+from dsjax.serve.body_limit import BodyLimitMiddleware
 from dsjax.serve.chat import completions as chat_completions
 from dsjax.serve.context import Context
 from dsjax.serve.errors import install_error_handlers
@@ -18,4 +19,4 @@ def build_app(context: Context) -> ASGIApp:
     install_error_handlers(app)
     for module in (health, models, completions, chat_completions):
         app.include_router(module.router)
-    return RequestIdMiddleware(app)
+    return RequestIdMiddleware(BodyLimitMiddleware(app))

@@ -44,13 +44,14 @@ async def create_completion(body: CompletionRequest, http: Request, context: Fro
 
 def _engine_requests(body: CompletionRequest, context: Context, request_id: str) -> list[EngineRequest]:
     """One request per prompt, all checked. Takes a while for long prompts, so it runs in a thread."""
-    limits = context.engine.limits
+    tokenizer, limits = context.tokenizer, context.engine.limits
     params = body.sampling_params(DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens)
     ids = [request_id, *(f"{request_id}-{place}" for place in range(1, len(body.prompt)))]
     requests = []
     for place, (each_id, prompt) in enumerate(zip(ids, body.prompt, strict=True)):
         try:
-            tokens = encode_prompt(prompt, context.tokenizer) if isinstance(prompt, str) else prompt
+            is_text = isinstance(prompt, str)
+            tokens = encode_prompt(prompt, tokenizer, limits.max_model_len) if is_text else prompt
             requests.append(EngineRequest.create(each_id, tokens, params, limits))
         except RequestError as error:
             which = f"prompt[{place}]: " if len(ids) > 1 else ""

@@ -11,6 +11,8 @@ from dsjax.engine.sampling_params import SamplingParams
 from dsjax.errors import RequestError
 from dsjax.serve.prompts import Prompt, split_prompts
 
+MAX_MESSAGES = 8192
+
 
 class _RequestModel(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow")
@@ -96,7 +98,7 @@ class ChatMessage(_RequestModel):
 class ChatRequest(GenerationRequest):
     """Body of POST /v1/chat/completions."""
 
-    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES)]
     max_completion_tokens: int | None = None
 
 

@@ -14,11 +14,11 @@ from pathlib import Path
 import uvicorn
 
 from dsjax.engine.options import EngineOptions
-from dsjax.errors import OptionError
 from dsjax.serve.app import build_app
 from dsjax.serve.context import Context
 from dsjax.serve.engine_client import EngineClient
 from dsjax.serve.errors import ShuttingDownError
+from dsjax.serve.listening import bound_sockets, cannot_listen
 from dsjax.tokenizer import Tokenizer
 
 logger = logging.getLogger("dsjax")
@@ -69,13 +69,13 @@ class Server:
 
     async def _serve(self) -> int:
         tokenizer = Tokenizer.load(self._model_folder)
-        with _bound_socket(self._options.host, self._options.port) as listener:
+        with bound_sockets(self._options.host, self._options.port) as listeners:
             engine = EngineClient(self._model_folder, self._engine_options, on_death=self._end_after_notice)
             try:
                 await engine.start()
                 context = Context(engine, tokenizer, self._options.names)
                 self._http = self._http_server(context, engine)
-                await self._http.serve(sockets=[listener])
+                await self._http.serve(sockets=listeners)
             finally:
                 await engine.close()
         return 0 if engine.error is None else 1
@@ -89,10 +89,10 @@ class Server:
             access_log=False,
             timeout_graceful_shutdown=math.ceil(self._options.drain_timeout_s) + CLOSE_GRACE_S,
         )
-        return _HttpServer(config, engine, self._announce, self._options.drain_timeout_s)
+        return _HttpServer(config, engine, self._announce, self._options)
 
-    def _announce(self, host: str, port: int) -> None:
-        host = f"[{host}]" if ":" in host else host
+    def _announce(self, port: int) -> None:
+        host = f"[{self._options.host}]" if ":" in self._options.host else self._options.host
         seconds = time.perf_counter() - self._begin
         print(
             f"dsjax serves {self._options.names[0]} at http://{host}:{port} (ready after {seconds:.1f} s)", flush=True
@@ -127,11 +127,11 @@ class _HttpServer(uvicorn.Server):
         self,
         config: uvicorn.Config,
         engine: EngineClient,
-        announce: Callable[[str, int], None],
-        drain_timeout_s: float,
+        announce: Callable[[int], None],
+        options: ServerOptions,
     ):
         super().__init__(config)
-        self._engine, self._announce, self._drain_timeout_s = engine, announce, drain_timeout_s
+        self._engine, self._announce, self._options = engine, announce, options
 
     def give_up(self) -> None:
         """Tell open requests that they will not be finished."""
@@ -145,36 +145,16 @@ class _HttpServer(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         assert sockets is not None
-        host, port = sockets[0].getsockname()[:2]
+        port = sockets[0].getsockname()[1]
         try:
             await super().startup(sockets)
         except OSError as error:  # two servers may be bound to one address, but only one can listen
-            raise _cannot_listen(host, port, error) from None
-        self._announce(host, port)
+            raise cannot_listen(self._options.host, port, error) from None
+        self._announce(port)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        timer = asyncio.get_running_loop().call_later(self._drain_timeout_s, self.give_up)
+        timer = asyncio.get_running_loop().call_later(self._options.drain_timeout_s, self.give_up)
         try:
             await super().shutdown(sockets)
         finally:
             timer.cancel()
-
-
-def _bound_socket(host: str, port: int) -> socket.socket:
-    """A socket that has its address but does not listen: a taken port shows at once, not after loading a model."""
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    except (OSError, OverflowError) as error:
-        raise _cannot_listen(host, port, error) from None
-    bound = socket.socket(family, kind, protocol)
-    try:
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        bound.bind(address)
-    except (OSError, OverflowError) as error:
-        bound.close()
-        raise _cannot_listen(host, port, error) from None
-    return bound
-
-
-def _cannot_listen(host: str, port: int, error: Exception) -> OptionError:
-    return OptionError(f"Cannot listen at {host}:{port} ({error}). Choose another --host or --port.")

@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import threading
+import time
 
 import pytest
 from hypothesis import given
@@ -91,6 +93,69 @@ def test_begin_of_text_that_only_the_config_asks_for(tmp_path):
 def test_half_a_surrogate_pair_is_refused(text: str):
     with pytest.raises(RequestError, match="not valid Unicode"):
         TOKENIZER.encode(text)
+
+
+@given(st.lists(st.text(max_size=20) | st.sampled_from([BOS, USER, EOS, " " * 50, "=" * 99, "上海", "🌶"]), max_size=20))
+def test_no_text_that_fits_is_refused_for_its_size(parts: list[str]):
+    text = "".join(parts).encode(errors="replace").decode()
+    ids = TOKENIZER.encode(text)
+    assert TOKENIZER.encode(text, max_model_len=len(ids) + 1) == ids
+
+
+def test_text_that_cannot_fit_is_refused_before_it_is_tokenised(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(TOKENIZER, "_fast", None)
+    with pytest.raises(
+        RequestError, match=r"has 600000 bytes of text\. That is at least 20000 tokens, .* is 20000 tok"
+    ):
+        TOKENIZER.encode("é" * 300_000, max_model_len=20_000)
+
+
+def with_added_token(fields: dict, **change) -> dict:
+    return fields | {"added_tokens": [*fields["added_tokens"][:-1], fields["added_tokens"][-1] | change]}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda fields: fields | {"normalizer": {"type": "Strip", "strip_left": True, "strip_right": True}},
+        lambda fields: with_added_token(fields, rstrip=True),
+        lambda fields: fields | {"pre_tokenizer": {"type": "Sequence", "pretokenizers": [
+            {"type": "Split", "pattern": {"String": " "}, "behavior": "Removed", "invert": False},
+            {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False},
+        ]}},
+        lambda fields: fields | {"pre_tokenizer": {"type": "Sequence", "pretokenizers": [
+            {"type": "WhitespaceSplit"},
+            {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False},
+        ]}},
+    ],
+    ids=["normalizer", "added token", "removed", "whitespace"],
+)  # fmt: skip
+def test_tokenizers_that_drop_text_have_no_limit_on_its_size(tmp_path, change):
+    fields = json.loads((CHECKPOINT / "tokenizer.json").read_text())
+    last = fields["added_tokens"][-1]["content"]
+    (tmp_path / "tokenizer.json").write_text(json.dumps(change(fields)))
+    tokenizer = Tokenizer.load(tmp_path)
+    assert tokenizer is not None
+    assert len(tokenizer.encode(last + " " * 10_000, max_model_len=5)) < 5
+
+
+def test_limits_in_the_tokenizer_file_do_not_cut_prompts(tmp_path):
+    fields = json.loads((CHECKPOINT / "tokenizer.json").read_text())
+    fields["truncation"] = {"direction": "Right", "max_length": 3, "strategy": "LongestFirst", "stride": 0}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(fields))
+    tokenizer = Tokenizer.load(tmp_path)
+    assert tokenizer is not None
+    assert tokenizer.encode("To be, or not to be") == TOKENIZER.encode("To be, or not to be")
+
+
+def test_other_threads_run_while_a_long_text_is_tokenised():
+    worker = threading.Thread(target=TOKENIZER.encode, args=("thou art the king of all my lords " * 20_000,))
+    worker.start()
+    turns = 0
+    while worker.is_alive():
+        time.sleep(0.001)
+        turns += 1
+    assert turns > 10, "a tokenizer that keeps the GIL leaves two or three"
 
 
 def copy_with_config(folder, config: dict) -> Tokenizer:

@@ -18,6 +18,7 @@ from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import Mesh, NamedSharding
 
 from dsjax.aot.planner import PlannedProgram, ProgramKey
+from dsjax.aot.repair import repair_compilation_cache
 from dsjax.aot.xla_options import COMPILER_OPTIONS
 from dsjax.segments import Chain, Link
 from dsjax.sharding import REPLICATED, value_partition, weight_partition
@@ -61,7 +62,7 @@ def _count_cache_hit(event: str, **_: str | int) -> None:
 def keep_executables(folder: Path) -> bool:
     """Keep compiled executables in `folder` (JAX's persistent compilation cache), small and quick ones too.
 
-    Returns whether that works.
+    Entries that turn out to be damaged are removed and compiled again. Returns whether the folder can be used.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -69,6 +70,7 @@ def keep_executables(folder: Path) -> bool:
         count("executables_not_kept")
         warn_once(f"Compiled executables are not kept: {error}. Choose another cache_dir.")
         return False
+    repair_compilation_cache()
     jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)

@@ -2,13 +2,19 @@
 
 import itertools
 import logging
+import operator
+import os
+import reprlib
+import threading
 import time
 from collections import deque
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from dsjax.checkpoint.resolve import resolve_model
@@ -17,13 +23,14 @@ from dsjax.engine.options import EngineOptions
 from dsjax.engine.request import Request
 from dsjax.engine.sampling_params import SamplingParams
 from dsjax.engine.scheduler import Update
-from dsjax.errors import EngineDeadError, RequestError
+from dsjax.errors import ConcurrentUseError, EngineDeadError, RequestError
 from dsjax.tokenizer import TextStream, Tokenizer, encode_prompt
 
 logger = logging.getLogger("dsjax")
 
 Token = int | np.integer
-Prompt = str | Sequence[Token] | np.ndarray
+Array = np.ndarray | jax.Array
+Prompt = str | Sequence[Token] | Array
 
 
 @dataclass(frozen=True)
@@ -52,17 +59,19 @@ class LLM:
             print(llm.generate("To be, or", SamplingParams(temperature=0, max_tokens=20))[0].text)
 
     `model` is "demo" or a checkpoint folder; options are those of EngineOptions. Raises ConfigError, CheckpointError or
-    OptionError. Not thread-safe.
+    OptionError. An LLM is for one thread: a call while it is at work in another raises ConcurrentUseError.
     """
 
-    def __init__(self, model: str | Path, **options: Any):
+    def __init__(self, model: str | os.PathLike[str], **options: Any):
         begin = time.perf_counter()
         folder = resolve_model(model)
         self.tokenizer = Tokenizer.load(folder)
         self.engine = Engine(folder, EngineOptions.create(**options))
-        self._ids = (f"llm-{number}" for number in itertools.count())
+        self._numbers = itertools.count()
         self._updates: dict[str, deque[Update]] = {}
         self._streams: dict[str, TextStream] = {}
+        self._at_work = threading.Lock()
+        self._left: deque[str] = deque()  # ids of requests that nobody waits for any more
         logger.info("%s is ready after %.1f s", model, time.perf_counter() - begin)
 
     def generate(
@@ -75,29 +84,37 @@ class LLM:
         Every prompt is checked before any is started. Raises RequestError that names the prompt at fault.
         """
         batch = _as_batch(prompts)
-        each = list(params) if isinstance(params, Sequence) else [params or SamplingParams()] * len(batch)
+        each = list(params) if isinstance(params, Sequence) else [_or_default(params)] * len(batch)
         if len(each) != len(batch) or not all(isinstance(one, SamplingParams) for one in each):
             raise RequestError(f"params must be SamplingParams, one for all or {len(batch)} of them.", param="params")
         requests = [self._request(place, *pair) for place, pair in enumerate(zip(batch, each, strict=True))]
-        try:
-            for request in requests:
-                self._start(request)
-            return [self._complete(request) for request in requests]
-        finally:
-            for request in requests:
-                self._forget(request)
+        with self._alone():
+            try:
+                for request in requests:
+                    self._start(request)
+                return [self._complete(request) for request in requests]
+            finally:
+                for request in requests:
+                    self._leave(request)
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Generator[Delta]:
         """Answer one prompt, piece by piece. Leaving the iterator early aborts the request."""
-        return self._run(self._request(0, prompt, params or SamplingParams()))
+        params = _or_default(params)
+        if not isinstance(params, SamplingParams):
+            raise RequestError(f"params is {params!r}, expected SamplingParams.", param="params")
+        return self._run(self._request(0, prompt, params))
 
-    def logits(self, token_ids: Sequence[Token] | np.ndarray, chunk_tokens: int | None = None) -> np.ndarray:
+    def logits(self, token_ids: Sequence[Token] | Array, chunk_tokens: int | None = None) -> np.ndarray:
         """Logits after every token of `token_ids`, float32 [len(token_ids), V]: see Engine.logits."""
-        return self.engine.logits(_as_ids(token_ids), chunk_tokens)
+        if isinstance(token_ids, str):
+            raise RequestError("logits takes token ids; llm.tokenizer.encode makes them of text.", param="prompt")
+        with self._alone():
+            return self.engine.logits(_as_ids(token_ids), chunk_tokens)
 
     def close(self) -> None:
         """Free all device memory of this model."""
-        self.engine.close()
+        with self._alone():
+            self.engine.close()
 
     def __enter__(self) -> "LLM":
         return self
@@ -105,19 +122,43 @@ class LLM:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _request(self, place: int, prompt: Prompt, params: SamplingParams) -> Request:
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Whatever uses the engine does so in here. Raises ConcurrentUseError if somebody else does."""
+        if not self._at_work.acquire(blocking=False):
+            raise ConcurrentUseError(
+                "This LLM is at work in another thread. Use it from one thread; to send it requests from several, run "
+                "`dsjax serve`."
+            )
         try:
-            ids = encode_prompt(prompt, self.tokenizer) if isinstance(prompt, str) else _as_ids(prompt)
-            return Request.create(next(self._ids), ids, params, self.engine.limits)
+            self._abort_left()
+            yield
+        finally:
+            self._abort_left()
+            self._at_work.release()
+
+    def _request(self, place: int, prompt: Prompt, params: SamplingParams) -> Request:
+        limits = self.engine.limits
+        try:
+            is_text = isinstance(prompt, str)
+            ids = encode_prompt(prompt, self.tokenizer, limits.max_model_len) if is_text else _as_ids(prompt)
+            return Request.create(f"llm-{next(self._numbers)}", ids, params, limits)
         except RequestError as error:
             raise RequestError(f"Prompt {place}: {error}", param=error.param) from None
 
     def _run(self, request: Request) -> Generator[Delta]:
         try:
-            self._start(request)
-            yield from self._deltas(request)
+            with self._alone():
+                self._start(request)
+            deltas = self._deltas(request)
+            while True:
+                with self._alone():
+                    delta = next(deltas, None)
+                if delta is None:
+                    return
+                yield delta
         finally:
-            self._forget(request)
+            self._leave(request)
 
     def _start(self, request: Request) -> None:
         self.engine.add(request)
@@ -150,24 +191,61 @@ class LLM:
     def _text(self, request: Request, tokens: list[int], last: bool) -> str | None:
         return None if self.tokenizer is None else self._streams[request.id].push(tokens, last)
 
-    def _forget(self, request: Request) -> None:
-        self.engine.abort(request.id)
-        self._updates.pop(request.id, None)
-        self._streams.pop(request.id, None)
+    def _leave(self, request: Request) -> None:
+        """Nobody waits for `request` any more: abort it, at once or when whoever uses the engine is done.
+
+        A stream may be left at any moment, from any thread: that is when Python finds that nobody holds it.
+        """
+        self._left.append(request.id)
+        with suppress(ConcurrentUseError), self._alone():
+            pass
+
+    def _abort_left(self) -> None:
+        while self._left:
+            request_id = self._left.popleft()
+            self.engine.abort(request_id)
+            self._updates.pop(request_id, None)
+            self._streams.pop(request_id, None)
+
+
+def _or_default(params: Any) -> Any:
+    return SamplingParams() if params is None else params
 
 
 def _as_batch(prompts: Any) -> list[Any]:
     """A list of prompts, from one prompt or several. Raises RequestError if it is neither."""
+    if not _is_prompt(prompts):
+        raise RequestError(
+            f"prompts is {reprlib.repr(prompts)}, expected text, token ids, or a list of either.", param="prompt"
+        )
     if isinstance(prompts, str):
         return [prompts]
-    if not isinstance(prompts, Sequence | np.ndarray):
-        raise RequestError(f"prompts is {prompts!r}, expected text, token ids, or a list of either.", param="prompt")
-    is_one = len(prompts) > 0 and not isinstance(prompts[0], str | Sequence | np.ndarray)
-    return [prompts] if is_one else list(prompts)
+    return list(prompts) if len(prompts) == 0 or _is_prompt(prompts[0]) else [prompts]
 
 
-def _as_ids(prompt: Any) -> list[Any]:
-    """Token ids as a list, NumPy integers as Python ones; what is no integer is left for the request's own check."""
-    if not isinstance(prompt, Sequence | np.ndarray):
-        raise RequestError(f"the prompt is {prompt!r}, expected text or token ids.", param="prompt")
-    return [int(token) if isinstance(token, np.integer) else token for token in prompt]
+def _is_prompt(value: Any) -> bool:
+    """Whether `value` has the form of a prompt or of several: a single token has not, nor have bytes."""
+    if isinstance(value, Array):
+        return value.ndim > 0
+    return isinstance(value, Sequence) and not isinstance(value, bytes | bytearray | memoryview)
+
+
+def _as_ids(prompt: Any) -> list[int]:
+    """Token ids as Python integers. Raises RequestError for what is no sequence of integers."""
+    if not _is_prompt(prompt):
+        raise RequestError(f"the prompt is {reprlib.repr(prompt)}, expected text or token ids.", param="prompt")
+    if isinstance(prompt, Array):
+        if prompt.ndim != 1 or not jnp.issubdtype(prompt.dtype, jnp.integer):
+            kind = f"an array of shape {prompt.shape} and dtype {prompt.dtype}"
+            raise RequestError(f"the prompt is {kind}, expected integers in one dimension.", param="prompt")
+        return np.asarray(prompt).tolist()
+    return [_as_id(place, token) for place, token in enumerate(prompt)]
+
+
+def _as_id(place: int, token: Any) -> int:
+    try:
+        if not isinstance(token, bool):
+            return operator.index(token)  # of Python, NumPy or JAX
+    except TypeError:
+        pass
+    raise RequestError(f"Token {reprlib.repr(token)} at place {place} of the prompt is no integer.", param="prompt")

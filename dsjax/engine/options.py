@@ -15,6 +15,7 @@ from dsjax.errors import OptionError
 # Defaults by kind of device: rows (max_num_seqs) and tokens of a step (max_batched_tokens).
 CPU_ROWS, CPU_TOKENS = 16, 512
 GPU_ROWS, GPU_TOKENS = 128, 8192
+MAX_STEP_TOKENS = 65536  # larger bodies take ever longer to compile, and prompts are cut into steps anyway
 
 PLANS = ("auto", "step", "layer", "piece", "off")
 LOAD_FORMATS = ("auto", "dummy")
@@ -70,6 +71,7 @@ class EngineOptions:
         if isinstance(fraction, bool) or not isinstance(fraction, int | float) or not 0 < fraction <= 1:
             raise OptionError(f"gpu_memory_fraction is {fraction!r}, expected a number in (0, 1].")
         self._check_token_buckets()
+        self._check_step_tokens()
         if self.plan == "off" and self.tp > 1:
             raise OptionError("plan 'off' runs op by op on one device only; use it with tp=1.")
 
@@ -84,6 +86,15 @@ class EngineOptions:
             asked = self.max_batched_tokens
             raise OptionError(
                 f"max_batched_tokens is {asked}, but the last of token_buckets is {buckets[-1]}; give one."
+            )
+
+    def _check_step_tokens(self) -> None:
+        name = "max_batched_tokens" if self.token_buckets is None else "token_buckets"
+        largest = self.max_batched_tokens if self.token_buckets is None else self.token_buckets[-1]
+        if largest is not None and largest > MAX_STEP_TOKENS:
+            raise OptionError(
+                f"{name} asks for steps of {largest} tokens; at most {MAX_STEP_TOKENS}. Longer prompts are computed in "
+                "several steps."
             )
 
 

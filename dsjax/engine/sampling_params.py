@@ -9,6 +9,7 @@ from dsjax.errors import RequestError
 
 LARGEST_FLOAT32 = 3.4028234e38
 SMALLEST_NORMAL_FLOAT32 = 1.1754944e-38
+MAX_INT32 = 2**31 - 1
 
 MAX_ALTERNATIVES = 20  # likeliest tokens that the device reports per place
 MAX_BIASED_IDS = 512  # places of a row's logit_bias on the device
@@ -72,9 +73,9 @@ class SamplingParams:
                     )
 
     def _check_numbers(self) -> None:
-        self._check("temperature", Real, lambda v: 0 <= v <= LARGEST_FLOAT32, "a finite number of at least 0")
+        self._check("temperature", Real, lambda v: 0 <= v <= LARGEST_FLOAT32, f"a number from 0 to {LARGEST_FLOAT32}")
         self._check("top_p", Real, lambda v: 0 < v <= 1, "a number above 0 and at most 1")
-        self._check("top_k", Integral, lambda v: -1 <= v < 2**31, "an integer of at least -1 (0 and -1: off)")
+        self._check("top_k", Integral, lambda v: -1 <= v <= MAX_INT32, f"an integer from -1 to {MAX_INT32} (-1: off)")
         self._check("min_p", Real, lambda v: 0 <= v < 1, "a number of at least 0 and below 1")
         for name in ("presence_penalty", "frequency_penalty"):
             self._check(name, Real, lambda v: -2 <= v <= 2, "a number from -2 to 2")
@@ -82,14 +83,14 @@ class SamplingParams:
             "repetition_penalty",
             Real,
             lambda v: SMALLEST_NORMAL_FLOAT32 <= v <= LARGEST_FLOAT32,
-            "a finite number above 0",
+            f"a number from {SMALLEST_NORMAL_FLOAT32} to {LARGEST_FLOAT32}",
         )
         self._check("min_tokens", Integral, lambda v: v >= 0, "an integer of at least 0")
         self._check("n", Integral, lambda v: 1 <= v <= MAX_ANSWERS, f"an integer from 1 to {MAX_ANSWERS}")
         if self.max_tokens is not None:
             self._check("max_tokens", Integral, lambda v: v >= 1, "an integer of at least 1")
         if self.seed is not None:
-            self._check("seed", Integral, lambda v: -(2**63) <= v < 2**63, "a 64-bit integer")
+            self._check("seed", Integral, lambda v: -(2**63) <= v < 2**63, "an integer from -2**63 to 2**63 - 1")
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
                 expected = f"an integer from 0 to {MAX_ALTERNATIVES}"

@@ -42,11 +42,12 @@ async def create_chat_completion(body: ChatRequest, http: Request, context: From
 
 def _engine_request(body: ChatRequest, context: Context, request_id: str) -> EngineRequest:
     """The request, checked. Takes a while for long conversations, so it runs in a thread."""
+    limits = context.engine.limits
     newer_name = body.max_completion_tokens is not None
     try:
-        prompt = encode_chat(body.messages, context.tokenizer)
+        prompt = encode_chat(body.messages, context.tokenizer, limits.max_model_len)
         params = body.sampling_params(body.max_completion_tokens if newer_name else body.max_tokens)
-        return EngineRequest.create(request_id, prompt, params, context.engine.limits)
+        return EngineRequest.create(request_id, prompt, params, limits)
     except RequestError as error:
         raise _in_chat_terms(error, newer_name) from None
 

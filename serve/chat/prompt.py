@@ -8,14 +8,14 @@ from dsjax.serve.protocol import ChatMessage
 from dsjax.tokenizer import Tokenizer
 
 
-def encode_chat(messages: Sequence[ChatMessage], tokenizer: Tokenizer | None) -> list[int]:
+def encode_chat(messages: Sequence[ChatMessage], tokenizer: Tokenizer | None, max_model_len: int) -> list[int]:
     """Token ids of the conversation, ready for the assistant's answer. Raises RequestError."""
     if tokenizer is None:
         raise RequestError(
             "This model has no tokenizer, so it cannot chat; send token ids to /v1/completions.", param="messages"
         )
     text = tokenizer.render_chat([_for_template(message) for message in messages])
-    return tokenizer.encode(text, add_special_tokens=False)
+    return tokenizer.encode(text, add_special_tokens=False, max_model_len=max_model_len)
 
 
 def _for_template(message: ChatMessage) -> dict[str, Any]:

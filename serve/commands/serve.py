@@ -40,6 +40,8 @@ def run_server(
 
     if not math.isfinite(drain_timeout_s):
         raise OptionError(f"--drain-timeout is {drain_timeout_s}, expected a number of seconds.")
+    if names and not all(name.strip() for name in names):
+        raise OptionError('--served-model-name is empty; give the name that clients put into "model".')
     folder = resolve_model(model)
     default = "demo" if model == "demo" else Path(folder).resolve().name
     set_up_logging("http")

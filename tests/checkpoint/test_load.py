@@ -168,3 +168,9 @@ def test_models_that_are_not_there(tmp_path):
     with pytest.raises(CheckpointError, match=r"has no config\.json"):
         resolve_model(tmp_path)
     assert (resolve_model("demo") / "tokenizer.json").exists()
+
+
+@pytest.mark.parametrize("model", [None, 5, b"demo", ["demo"], "x" * 5000, "~nobody-of-this-name/model"], ids=repr)
+def test_models_that_are_no_path(model):
+    with pytest.raises(CheckpointError, match="The model"):
+        resolve_model(model)

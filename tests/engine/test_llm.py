@@ -1,16 +1,19 @@
 """The offline API: answers, streams, seeds, bad input, and what the step loop may and may not do."""
 
 import gc
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from dsjax import LLM, SamplingParams
 from dsjax.engine.request import Request
-from dsjax.errors import EngineDeadError, OptionError, RequestError
+from dsjax.errors import ConcurrentUseError, EngineDeadError, OptionError, RequestError
 from dsjax.telemetry import counters
 from tests.conftest import GOLDEN, SMALL
 from tests.test_golden import golden
@@ -86,7 +89,18 @@ def test_numpy_prompts_and_one_prompt(make_llm: Callable[..., LLM]):
     plain = llm.generate([[5, 6, 7]], GREEDY)[0].token_ids
     assert llm.generate(np.array([5, 6, 7]), GREEDY)[0].token_ids == plain
     assert llm.generate([5, 6, 7], GREEDY)[0].token_ids == plain
+    assert llm.generate(range(5, 8), GREEDY)[0].token_ids == plain
     assert llm.generate([], GREEDY) == []
+
+
+def test_jax_prompts(make_llm: Callable[..., LLM]):
+    llm = make_llm()
+    plain = llm.generate([5, 6, 7], GREEDY)[0].token_ids
+    row = jnp.array([5, 6, 7])
+    for prompts in (row, [row], row[None], list(row), row.astype(jnp.uint8), np.array([[5, 6, 7]], np.int8)):
+        assert llm.generate(prompts, GREEDY)[0].token_ids == plain
+    assert [delta.token_ids[0] for delta in llm.stream(row, GREEDY)] == plain
+    np.testing.assert_array_equal(llm.logits(row), llm.logits([5, 6, 7]))
 
 
 def test_more_requests_than_rows_and_cache(make_llm: Callable[..., LLM]):
@@ -104,8 +118,8 @@ def test_more_requests_than_rows_and_cache(make_llm: Callable[..., LLM]):
         ([], "Prompt 1: The prompt is empty"),
         ([5, 256], "Prompt 1: Token 256 at place 1 of the prompt is outside the vocabulary 0..255"),
         ([-1], "Token -1 at place 0"),
-        ([5, 1.5], "Token 1.5 at place 1"),
-        ([True], "Token True at place 0"),
+        ([5, 1.5], "Token 1.5 at place 1 of the prompt is no integer"),
+        ([True], "Token True at place 0 of the prompt is no integer"),
         ([5] * 512, "The prompt has 512 tokens and leaves no room"),
         ("text", "Prompt 1: This model has no tokenizer.json"),
     ],
@@ -136,16 +150,81 @@ def test_max_tokens_of_one_and_without_limit(make_llm: Callable[..., LLM]):
     assert len(whole.token_ids) == 448 - 440
 
 
-@pytest.mark.parametrize("prompts", [None, 5, [1.5, 2], [[5], 7], [None]], ids=str)
-def test_what_is_no_prompt_at_all(make_llm: Callable[..., LLM], prompts):
-    with pytest.raises(RequestError):
+@pytest.mark.parametrize(
+    ("prompts", "message"),
+    [
+        (None, "prompts is None, expected text, token ids, or a list of either"),
+        (5, "prompts is 5"),
+        (b"abc", "prompts is b'abc'"),
+        (np.array(3), r"prompts is array\(3\)"),
+        (jnp.int32(3), "prompts is Array"),
+        ({5: 6}, "prompts is {5: 6}"),
+        ([1.5, 2], "Prompt 0: Token 1.5 at place 0 of the prompt is no integer"),
+        ([[5], 7], "Prompt 1: the prompt is 7, expected text or token ids"),
+        ([None], "Token None at place 0"),
+        ([[5], bytearray(b"abc")], "Prompt 1: the prompt is bytearray"),
+        ([["5"]], "Token '5' at place 0 of the prompt is no integer"),
+        (np.array([1.0, 2.0]), r"an array of shape \(2,\) and dtype float64, expected integers in one dimension"),
+        (np.array([True]), "dtype bool"),
+        (np.zeros((1, 2, 2), int), r"an array of shape \(2, 2\)"),
+        (jnp.array([1.0]), "dtype float32"),
+        ([np.array([5]), np.array(5)], r"Prompt 1: the prompt is array\(5\)"),
+    ],
+    ids=str,
+)
+def test_what_is_no_prompt_at_all(make_llm: Callable[..., LLM], prompts: Any, message: str):
+    with pytest.raises(RequestError, match=message):
         make_llm().generate(prompts, GREEDY)
+
+
+def test_what_is_no_row_of_ids(make_llm: Callable[..., LLM]):
+    llm = make_llm()
+    with pytest.raises(RequestError, match=r"logits takes token ids; llm\.tokenizer\.encode makes them of text"):
+        llm.logits("abc")  # type: ignore[arg-type]
+    for tokens in (5, None, b"abc", [[5]], [5.0], np.array([[5]])):
+        with pytest.raises(RequestError, match=r"expected|no integer"):
+            llm.logits(tokens)  # type: ignore[arg-type]
 
 
 def test_params_of_another_kind(make_llm: Callable[..., LLM]):
     for params in ({"temperature": 0}, [GREEDY], [GREEDY, {}]):
         with pytest.raises(RequestError, match="params must be SamplingParams, one for all or 2"):
             make_llm().generate([[5], [6]], params)  # type: ignore[arg-type]
+    with pytest.raises(RequestError, match=r"params is {}, expected SamplingParams"):
+        make_llm().stream([5], {})  # type: ignore[arg-type]
+
+
+def test_a_second_thread_is_refused_at_once_and_spoils_nothing(
+    make_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
+):
+    """Whatever it calls while the first is at work; and streams that it leaves meanwhile are aborted later."""
+    llm, prompts = make_llm(), random_prompts(2, seed=11)
+    expected = [answer.token_ids for answer in llm.generate(prompts, GREEDY)]
+    left, refused, kept = (llm.stream(prompts[0], SamplingParams(max_tokens=300, ignore_eos=True)) for _ in range(3))
+    for stream in (left, refused, kept):
+        next(stream)
+    at_work, go_on = threading.Event(), threading.Event()
+    step = llm.engine.step
+    monkeypatch.setattr(llm.engine, "step", lambda: at_work.set() or (go_on.wait(60) and step()))
+    with ThreadPoolExecutor(1) as first:
+        answers = first.submit(llm.generate, prompts, GREEDY)
+        assert at_work.wait(60)
+        left.close()
+        for call in (
+            lambda: llm.generate(prompts, GREEDY),
+            lambda: next(llm.stream(prompts[0], GREEDY)),
+            lambda: next(refused),
+            lambda: llm.logits([5, 6]),
+            llm.close,
+        ):
+            with pytest.raises(ConcurrentUseError, match="at work in another thread"):
+                call()
+        go_on.set()
+        assert [answer.token_ids for answer in answers.result()] == expected
+    assert next(kept).token_ids
+    kept.close()
+    assert not llm.engine.scheduler.has_work
+    assert [answer.token_ids for answer in llm.generate(prompts, GREEDY)] == expected
 
 
 def test_numpy_numbers_are_welcome(make_llm: Callable[..., LLM]):
@@ -170,6 +249,8 @@ def test_numpy_numbers_are_welcome(make_llm: Callable[..., LLM]):
         ({"tp": 2, "plan": "off"}, "plan 'off' runs op by op on one device only"),
         ({"gpu_memory_fraction": 1.5}, "gpu_memory_fraction is 1.5"),
         ({"gpu_memory_fraction": "most"}, "gpu_memory_fraction is 'most'"),
+        ({"max_batched_tokens": 10**8}, "max_batched_tokens asks for steps of 100000000 tokens; at most 65536"),
+        ({"token_buckets": [16, 10**8]}, "token_buckets asks for steps of 100000000 tokens; at most 65536"),
         ({"token_buckets": [16.0]}, r"token_buckets is \[16.0\]"),
         ({"token_buckets": 5}, "token_buckets is 5"),
         ({"token_buckets": "16,64"}, "token_buckets is '16,64'"),

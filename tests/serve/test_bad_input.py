@@ -6,6 +6,8 @@ from typing import Any
 import httpx
 import pytest
 
+from dsjax.serve.body_limit import MAX_BODY_BYTES
+
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
 HELLO = [{"role": "user", "content": "Hello!"}]
@@ -30,6 +32,9 @@ BAD_COMPLETIONS: list[tuple[dict[str, Any], str, str]] = [  # what the body adds
     ({"prompt": [[1], [10**30]]}, "prompt", "prompt[1]"),
     ({"prompt": [5] * 2048}, "prompt", "2048"),
     ({"prompt": "\ud800"}, "prompt", "surrogate"),
+    ({"prompt": "é" * 100_000}, "prompt", "200000 bytes of text. That is at least 6667 tokens"),
+    ({"prompt": ["x", "x" * 100_000]}, "prompt", "prompt[1]: The prompt has 100000 bytes"),
+    ({"prompt": ["x"] * 2049}, "prompt", "2049 prompts; at most 2048"),
     ({"max_tokens": 0}, "max_tokens", "0"),
     ({"max_tokens": -5}, "max_tokens", "-5"),
     ({"max_tokens": 2048}, "max_tokens", "2048"),
@@ -44,8 +49,8 @@ BAD_COMPLETIONS: list[tuple[dict[str, Any], str, str]] = [  # what the body adds
     ({"top_k": 0.01}, "top_k", "integer"),
     ({"top_k": -2}, "top_k", "-2"),
     ({"top_k": True}, "top_k", "integer"),
-    ({"top_k": 10**12}, "top_k", "integer"),
-    ({"seed": 2**63}, "seed", "64-bit"),
+    ({"top_k": 10**12}, "top_k", "from -1 to 2147483647"),
+    ({"seed": 2**63}, "seed", "from -2**63 to 2**63 - 1"),
     ({"seed": 0.5}, "seed", "integer"),
     ({"stream": "true"}, "stream", "boolean"),
     ({"stream": 1}, "stream", "boolean"),
@@ -99,6 +104,9 @@ BAD_CHAT: list[tuple[dict[str, Any], str, str]] = [
     ({"messages": [{"role": "user", "content": "\udfff"}]}, "messages", "surrogate"),
     ({"messages": [{"role": "assistant", "content": "x", "tool_calls": [1]}]}, "messages", "template"),
     ({"messages": [{"role": "user", "content": "thou art " * 3000}]}, "messages", "no room"),
+    ({"messages": [{"role": "user", "content": "thou art " * 90_000}]}, "messages", "bytes of text"),
+    ({"messages": HELLO * 8193}, "messages", "at most 8192"),
+    ({"messages": [{"role": "user"}] * 8000}, "messages", "messages[4]"),
     ({"max_completion_tokens": 0}, "max_completion_tokens", "max_completion_tokens"),
     ({"temperature": "hot"}, "temperature", "number"),
 ]
@@ -155,6 +163,43 @@ def test_bodies_that_are_no_json_object(http: httpx.Client, path: str, body: byt
     assert response.json()["error"]["type"] == "invalid_request_error"
     assert "body" in response.json()["error"]["message"].lower()
     check_alive(http)
+
+
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        (b'{"prompt": "\xff"}', "not valid UTF-8: invalid start byte at byte 12"),
+        (b'{"x": ' + b"[" * 100_000, "nested too deeply"),
+        (b'{"max_tokens": ' + b"9" * 10_000 + b"}", "an integer of more than 4300 digits"),
+        (b'{"prompt": "x", "\\ud800": 1}', r"text that is not valid Unicode: '\ud800'"),
+        (b'{"prompt": "x", "stream_options": {"\\udfff": 1}}', r"stream_options holds text that is not valid Unicode"),
+    ],
+    ids=["utf-8", "nesting", "digits", "field", "nested field"],
+)
+def test_the_reason_why_a_body_cannot_be_parsed(http: httpx.Client, body: bytes, reason: str):
+    response = http.post(COMPLETIONS, content=body, headers={"content-type": "application/json"})
+    assert response.status_code == 400
+    assert reason in response.json()["error"]["message"]
+    check_alive(http)
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+@pytest.mark.parametrize("announced", [True, False])
+def test_a_body_that_is_too_large(http: httpx.Client, path: str, announced: bool):
+    """Refused by its announced size before it is sent, or else once that much of it is read."""
+    content = b" " * (MAX_BODY_BYTES + 1) if announced else iter([b" " * MAX_BODY_BYTES, b" "])
+    response = http.post(path, content=content, headers={"content-type": "application/json"})
+    assert response.status_code == 413
+    error = response.json()["error"]
+    assert (error["type"], error["code"]) == ("invalid_request_error", "body_too_large")
+    assert f"larger than {MAX_BODY_BYTES} bytes" in error["message"]
+    check_alive(http)
+
+
+def test_a_body_that_is_just_small_enough(http: httpx.Client):
+    body = json.dumps({"prompt": "x", "max_tokens": 1}).encode()
+    content = body + b" " * (MAX_BODY_BYTES - len(body))
+    assert http.post(COMPLETIONS, content=content, headers={"content-type": "application/json"}).status_code == 200
 
 
 def test_not_a_number_in_json(http: httpx.Client):

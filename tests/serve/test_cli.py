@@ -43,6 +43,8 @@ def test_wrong_path():
 def test_wrong_options(tmp_path: Path):
     check_one_line(run_dsjax("serve", "demo", "--plan", "best"), "plan is 'best'", "step, layer")
     check_one_line(run_dsjax("serve", "demo", "--max-num-seqs", "0"), "max_num_seqs")
+    check_one_line(run_dsjax("serve", "demo", "--max-batched-tokens", "100000000"), "at most 65536")
+    check_one_line(run_dsjax("serve", "demo", "--served-model-name", "a", "--served-model-name", " "), "is empty")
     check_one_line(run_dsjax("serve", "demo", TMPDIR=_long_folder(tmp_path)), "TMPDIR")
     for flags in (["--port", "x"], ["--port", "70000"], ["--token-buckets", "16,x"], ["--nonsense"]):
         assert run_dsjax("serve", "demo", *flags).returncode == 2
