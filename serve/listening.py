@@ -3,7 +3,7 @@
 import contextlib
 import errno
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from dsjax.errors import OptionError
 
@@ -31,7 +31,7 @@ def cannot_listen(host: str, port: int, error: Exception) -> OptionError:
     return OptionError(f"Cannot listen at {host}:{port} ({error}). Choose another --host or --port.")
 
 
-def _bind_all(addresses: dict[tuple, int], closed_at_end: contextlib.ExitStack) -> list[socket.socket]:
+def _bind_all(addresses: Mapping[tuple, int], closed_at_end: contextlib.ExitStack) -> list[socket.socket]:
     bound: list[socket.socket] = []
     absent: OSError | None = None
     for (host, port, *rest), family in addresses.items():

@@ -35,7 +35,7 @@ class RepairingCache(LRUCache):
 
 def repair_compilation_cache() -> None:
     """From now on, caches that JAX opens are repaired. There is no setting for it, so this replaces JAX's class."""
-    compilation_cache.LRUCache = RepairingCache
+    compilation_cache.LRUCache = RepairingCache  # pyright: ignore[reportPrivateImportUsage]
 
 
 def _is_whole(entry: bytes) -> bool:
