@@ -74,7 +74,8 @@ class Conversation:
         from dsjax.serve.chat.prompt import encode_chat
         from dsjax.serve.protocol import ChatMessage
 
-        return encode_chat([ChatMessage.model_validate(message) for message in messages], self._llm.tokenizer)
+        checked = [ChatMessage.model_validate(message) for message in messages]
+        return encode_chat(checked, self._llm.tokenizer, self._llm.engine.limits.max_model_len)
 
 
 def converse(conversation: Conversation, prompt: str) -> None:
