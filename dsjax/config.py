@@ -120,8 +120,22 @@ class MoEConfig:
 
 
 @dataclass(frozen=True)
+class Fp8Config:
+    """Projections are float8 e4m3 with a float32 scale per block of 128 x 128, except in `excluded` modules."""
+
+    excluded: tuple[str, ...] = ()
+
+    def covers(self, module: str) -> bool:
+        """Whether `module` is none of the excluded ones and in none; an entry may leave out the path before it."""
+        return not any(f".{entry}." in f".{module}." for entry in self.excluded)
+
+
+@dataclass(frozen=True)
 class ModelConfig:
-    """One model of the family. `num_dense_layers` leading layers have a dense MLP, the others experts."""
+    """One model of the family. `num_dense_layers` leading layers have a dense MLP, the others experts.
+
+    `fp8` None: no weight is quantised.
+    """
 
     vocab_size: int
     hidden_size: int
@@ -134,6 +148,7 @@ class ModelConfig:
     moe: MoEConfig
     num_mtp_layers: int
     eos_token_ids: tuple[int, ...]
+    fp8: Fp8Config | None = None
 
     @classmethod
     def load(cls, folder: str | Path) -> "ModelConfig":
@@ -193,6 +208,7 @@ class _Reader:
             moe=self._moe(is_v2=architecture == "DeepseekV2ForCausalLM"),
             num_mtp_layers=self._int("num_nextn_predict_layers", default=0),
             eos_token_ids=self.eos(()),
+            fp8=self._fp8(),
         )
 
     def _architecture(self) -> str:
@@ -218,11 +234,22 @@ class _Reader:
         for name, value in only.items():
             if self.fields.get(name, value) != value:
                 self._fail(name, f"is {self.fields[name]!r}; dsjax implements {value!r} only")
-        quantization = self._object("quantization_config")
-        if quantization:
-            method, block = quantization.get("quant_method"), quantization.get("weight_block_size")
-            if method != "fp8" or block != [128, 128]:
-                self._fail("quantization_config", f"is {method!r} with blocks {block}; expected fp8 with [128, 128]")
+
+    def _fp8(self) -> Fp8Config | None:
+        """DeepSeek's own quantisation; what transformers adds to it is which modules were left out."""
+        fields = self._object("quantization_config")
+        if not fields:
+            return None
+        required = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+        defaults = {"fmt": "e4m3", "activation_scheme": "dynamic"}
+        for name, value in (required | defaults).items():
+            found = fields.get(name, defaults.get(name))
+            if found != value:
+                self._fail(f"quantization_config.{name}", f"is {found!r}; dsjax reads {value!r} only")
+        excluded = fields.get("modules_to_not_convert") or []
+        if not isinstance(excluded, list) or not all(isinstance(entry, str) and entry for entry in excluded):
+            self._fail("quantization_config.modules_to_not_convert", f"is {excluded!r}, expected module names")
+        return Fp8Config(tuple(excluded))
 
     def _attention(self) -> MLAConfig:
         heads = self._positive("num_attention_heads")

@@ -12,6 +12,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from dsjax.cache.kinds import PageKind, PoolSpec
+from dsjax.checkpoint.blocks import quantize
+from dsjax.checkpoint.names import weight_sources
 from dsjax.config import ModelConfig, RopeConfig
 from dsjax.layers.attention_output import AttentionOutput
 from dsjax.layers.embedding import Embedding, Head
@@ -47,7 +49,7 @@ class DecoderLayer(nnx.Module):
 class Model(nnx.Module):
     """A DeepSeek language model of any supported generation.
 
-    `dtype` is that of weights and activations.
+    `dtype` is that of activations, and of weights that are not FP8.
     """
 
     def __init__(self, config: ModelConfig, dtype: jnp.dtype, ops: Ops, tp: TensorParallel):
@@ -82,6 +84,12 @@ class Model(nnx.Module):
 
 
 def abstract_model(config: ModelConfig, dtype: Any, ops: Ops, tp: TensorParallel = ONE_DEVICE) -> Model:
-    """The model with jax.ShapeDtypeStruct leaves of global shape. OptionError if `tp` does not divide it."""
+    """The model with jax.ShapeDtypeStruct leaves of global shape, FP8 weights as BlockScaled.
+
+    Raises OptionError if `tp` does not divide it.
+    """
     tp.check(config)
-    return nnx.eval_shape(partial(Model, config, jnp.dtype(dtype), ops, tp))
+    model = nnx.eval_shape(partial(Model, config, jnp.dtype(dtype), ops, tp))
+    if config.fp8 is not None:
+        quantize(model.pieces(), weight_sources(config), tp.size)
+    return model

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
+from dsjax.quantization import BlockScaled
 from dsjax.sharding import REPLICATED, value_partition, weight_partition
 
 Places = tuple[tuple[str, int], ...]  # per page kind, a layer's place in its pools
@@ -30,7 +31,8 @@ class Segment:
     """A piece as a pure function. Pieces with equal graphs and weight shapes are equal segments.
 
     `takes` are the parameter names of the piece's __call__, `gives` the names of what it returns, `weights` path,
-    shape and dtype of its leaves. A segment of a layer may take "places".
+    shape and dtype of its leaves (values and scales of one weight have its path). A segment of a layer may take
+    "places".
     """
 
     name: str
@@ -58,10 +60,15 @@ class Segment:
         return jax.jit(_named(self.run, self.name))
 
 
+def named_weights(state: nnx.State) -> list[tuple[str, Any]]:
+    """Path (such as "router.bias") and value, an array or BlockScaled, of each weight; in the order of flat leaves."""
+    flat = jax.tree_util.tree_leaves_with_path(state, is_leaf=lambda value: isinstance(value, BlockScaled))
+    return [(".".join(str(key.key) for key in path if hasattr(key, "key")), weight) for path, weight in flat]
+
+
 def weight_leaves(state: nnx.State) -> list[tuple[str, Any]]:
-    """Path (such as "router.bias") and value of every leaf, in the order of flat leaves."""
-    flat = jax.tree_util.tree_leaves_with_path(state)
-    return [(".".join(str(key.key) for key in path if hasattr(key, "key")), leaf) for path, leaf in flat]
+    """Path of its weight and value of every leaf, in the order of flat leaves. A BlockScaled has two leaves."""
+    return [(path, leaf) for path, weight in named_weights(state) for leaf in jax.tree.leaves(weight)]
 
 
 @dataclass(frozen=True)

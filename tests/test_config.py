@@ -4,9 +4,11 @@ import json
 
 import pytest
 
-from dsjax.config import ModelConfig
+from dsjax.config import Fp8Config, ModelConfig
 from dsjax.errors import ConfigError
 from dsjax.published import FOLDER, MODELS, published
+
+FP8 = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
 
 
 def published_fields(name: str = "v3") -> dict:
@@ -49,6 +51,21 @@ def test_v2_limits_groups_by_their_best_expert():
 def test_latent_norms_keep_their_own_eps():
     config = published("moonlight")
     assert (config.norm_eps, config.attention.latent_norm_eps) == (1e-5, 1e-6)
+
+
+def test_published_fp8():
+    assert published("v3").fp8 == Fp8Config()
+    assert published("v2_lite").fp8 is None
+
+
+def test_modules_that_stay_unquantised():
+    fields = published_fields() | {
+        "quantization_config": FP8 | {"modules_to_not_convert": ["kv_b_proj", "layers.1.mlp"]}
+    }
+    fp8 = ModelConfig.from_fields(fields).fp8
+    assert fp8 is not None
+    modules = ("layers.0.self_attn.kv_b_proj", "layers.1.mlp.down_proj", "layers.11.mlp.down_proj", "layers.0.mlp.kv_b")
+    assert [fp8.covers(f"model.{module}") for module in modules] == [False, False, True, True]
 
 
 def test_nested_rope_parameters_mean_the_same_as_rope_scaling():
@@ -103,7 +120,10 @@ def test_generation_config_overrides_the_end_of_text_ids(tmp_path):
         ({"tie_word_embeddings": True}, "tie_word_embeddings is True"),
         ({"moe_layer_freq": 2}, "moe_layer_freq is 2"),
         ({"eos_token_id": "</s>"}, "eos_token_id is '</s>'"),
-        ({"quantization_config": {"quant_method": "awq"}}, "quantization_config is 'awq'"),
+        ({"quantization_config": {"quant_method": "awq"}}, "quantization_config.quant_method is 'awq'"),
+        ({"quantization_config": FP8 | {"weight_block_size": [32, 32]}}, "weight_block_size is [32, 32]"),
+        ({"quantization_config": FP8 | {"fmt": "e5m2"}}, "quantization_config.fmt is 'e5m2'"),
+        ({"quantization_config": FP8 | {"modules_to_not_convert": "gate"}}, "modules_to_not_convert is 'gate'"),
     ],
 )
 def test_bad_field_is_named(changes: dict, field: str):

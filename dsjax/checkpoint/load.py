@@ -1,6 +1,7 @@
 """From a checkpoint folder to device arrays, checked as a whole before anything is read."""
 
 import zlib
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -16,10 +17,12 @@ from dsjax.checkpoint.safetensors import listing, read_folder
 from dsjax.config import ModelConfig
 from dsjax.errors import CheckpointError
 from dsjax.model import Model
-from dsjax.segments import weight_leaves
+from dsjax.quantization import LARGEST_BLOCK, VALUES_DTYPE, BlockScaled
+from dsjax.segments import named_weights
 from dsjax.sharding import weight_partition
 
-FORMATS = ("bfloat16", "float32")
+FP8_DEVIATION = 64.0  # of random e4m3 values, whose largest is 448
+
 Weights = dict[str, tuple[jax.Array, ...]]  # flat leaves of each piece, by the piece's path in the model
 
 
@@ -32,71 +35,102 @@ def load_weights(model: Model, folder: Path, mesh: Mesh) -> Weights:
     check_tensors(model.config, tensors, str(folder))
     sources = weight_sources(model.config)
 
-    def make(path: str, leaf: Any, sharding: NamedSharding) -> jax.Array:
+    def make(path: str, weight: Any, sharding: NamedSharding) -> Any:
         source = sources[path]
-        parts = [tensors[name] for name, _ in source.tensors]
-        host = np.asarray(source.arrange(parts), leaf.dtype)
-        if np.shares_memory(host, parts[0]):  # on CPUs the device array would share the mapped file
-            host = host.copy()
-        return jax.make_array_from_callback(leaf.shape, sharding, lambda index: host[index])
 
-    return _each_leaf(model, mesh, make)
+        def place(named: Iterable[tuple[str, Any]], rows: np.ndarray, leaf: Any) -> jax.Array:
+            host = np.concatenate([tensors[name] for name, _ in named])[rows].astype(leaf.dtype)
+            return jax.make_array_from_callback(leaf.shape, sharding, lambda index: host[index])
+
+        if not isinstance(weight, BlockScaled):
+            return place(source.tensors, source.rows(), weight)
+        rows, columns = weight.block
+        values = place(source.tensors, source.rows(), weight.values)
+        host = np.concatenate([tensors[name] for name, _ in source.scales])[source.scale_rows()[..., ::rows]]
+        host = host[..., np.arange(0, weight.shape[-1], columns) // LARGEST_BLOCK]
+        scales = jax.make_array_from_callback(weight.scales.shape, sharding, lambda index: host[index])
+        return BlockScaled(values, scales, weight.block)
+
+    return _each_weight(model, mesh, make)
 
 
 def random_weights(model: Model, mesh: Mesh, seed: int = 0) -> Weights:
     """Random weights of the right shapes ("dummy"): norms are 1, biases 0, matrices keep the scale of their input.
 
-    Independent random router rows spread tokens evenly over the experts.
+    Independent random router rows spread tokens evenly over the experts. FP8 weights fill the range of e4m3, as
+    quantising by the largest value of a block does.
     """
 
-    def make(path: str, leaf: Any, sharding: NamedSharding) -> jax.Array:
-        if len(leaf.shape) == 1:
+    def make(path: str, weight: Any, sharding: NamedSharding) -> Any:
+        if len(weight.shape) == 1:
             value = jnp.zeros if path.endswith("bias") else jnp.ones
-            return jax.device_put(value(leaf.shape, leaf.dtype), sharding)
+            return jax.device_put(value(weight.shape, weight.dtype), sharding)
         key = jax.random.fold_in(jax.random.key(seed, impl="rbg"), zlib.crc32(path.encode()))
-        return _normal(leaf.shape, leaf.dtype, sharding)(key)
-
-    return _each_leaf(model, mesh, make)
-
-
-def check_tensors(config: ModelConfig, tensors: dict[str, np.ndarray], where: str) -> None:
-    """Raise CheckpointError, naming all that is wrong at once, unless `tensors` are exactly what `config` needs."""
-    if any(tensor.dtype.name.startswith("float8") for tensor in tensors.values()):
-        raise CheckpointError(
-            f"{where} holds FP8 weights, which this version of dsjax does not read: convert them to bf16, or use load "
-            "format 'dummy' to try the model's shapes with random weights."
+        deviation = weight.shape[-1] ** -0.5
+        if not isinstance(weight, BlockScaled):
+            return _normal(weight.shape, weight.dtype, deviation, sharding)(key)
+        values = _normal(weight.shape, VALUES_DTYPE, FP8_DEVIATION, sharding)(key)
+        scale = np.float32(deviation / FP8_DEVIATION)
+        scales = jax.make_array_from_callback(
+            weight.scales.shape, sharding, lambda index: np.full(weight.scales.shape, scale)[index]
         )
+        return BlockScaled(values, scales, weight.block)
+
+    return _each_weight(model, mesh, make)
+
+
+def check_tensors(config: ModelConfig, tensors: Mapping[str, np.ndarray], where: str) -> None:
+    """Raise CheckpointError, naming all that is wrong at once, unless `tensors` are exactly what `config` needs."""
     expected = checkpoint_tensors(config)
-    both = {name: shape for name, shape in expected.items() if name in tensors}
+    both = {name: tensor for name, tensor in expected.items() if name in tensors}
     problems = {
         "missing": [name for name in expected if name not in tensors],
         "unknown": [name for name in tensors if name not in expected and not is_ignored(config, name)],
         "of the wrong shape": [
-            f"{n} {list(tensors[n].shape)} for {list(s)}" for n, s in both.items() if tensors[n].shape != s
+            f"{name} {list(tensors[name].shape)} for {list(shape)}"
+            for name, (shape, _) in both.items()
+            if tensors[name].shape != shape
         ],
-        "not bf16 or f32": [f"{n} {tensors[n].dtype}" for n in both if tensors[n].dtype.name not in FORMATS],
+        "of the wrong dtype": [
+            f"{name} {tensors[name].dtype} for {' or '.join(dtypes)}"
+            for name, (_, dtypes) in both.items()
+            if tensors[name].dtype.name not in dtypes
+        ],
     }
     found = [f"{len(names)} {what}: {listing(names)}" for what, names in problems.items() if names]
     if found:
-        raise CheckpointError(f"The tensors in {where} do not fit its config.json. " + ". ".join(found) + ".")
+        hint = _format_hint(config, tensors)
+        raise CheckpointError(f"The tensors in {where} do not fit its config.json. " + ". ".join(found) + "." + hint)
+
+
+def _format_hint(config: ModelConfig, tensors: Mapping[str, np.ndarray]) -> str:
+    """What to do if weights and config disagree on FP8 altogether."""
+    has_fp8 = any(tensor.dtype == VALUES_DTYPE for tensor in tensors.values())
+    if config.fp8 and not has_fp8:
+        return " No tensor is FP8: if the weights were converted, remove quantization_config from config.json."
+    if has_fp8 and not config.fp8:
+        return " There are FP8 tensors: config.json must have the quantization_config that they were published with."
+    return ""
 
 
 @cache
-def _normal(shape: tuple[int, ...], dtype: Any, sharding: NamedSharding) -> Any:
-    """A function of a key: normal numbers that keep the scale of their input, compiled once per shape."""
+def _normal(shape: tuple[int, ...], dtype: Any, deviation: float, sharding: NamedSharding) -> Any:
+    """A function of a key: normal numbers with the given standard deviation, compiled once per shape."""
+    drawn = jnp.bfloat16 if dtype == VALUES_DTYPE else dtype
 
     def draw(key: jax.Array) -> jax.Array:
-        return jax.random.normal(key, shape, dtype) * jnp.asarray(shape[-1] ** -0.5, dtype)
+        return (jax.random.normal(key, shape, drawn) * jnp.asarray(deviation, drawn)).astype(dtype)
 
     return jax.jit(draw, out_shardings=sharding)
 
 
-def _each_leaf(model: Model, mesh: Mesh, make) -> Weights:
+def _each_weight(model: Model, mesh: Mesh, make: Callable[[str, Any, NamedSharding], Any]) -> Weights:
+    """Flat leaves of what `make` gives for the path, the abstract value and the sharding of every weight."""
     weights = {}
     for piece_path, piece in model.pieces():
-        leaves = []
-        for path, leaf in weight_leaves(nnx.split(piece)[1]):
-            sharding = NamedSharding(mesh, weight_partition(path))
-            leaves.append(make(f"{piece_path}.{path}", leaf, sharding))
-        weights[piece_path] = tuple(leaves)
+        made = [
+            make(f"{piece_path}.{path}", weight, NamedSharding(mesh, weight_partition(path)))
+            for path, weight in named_weights(nnx.state(piece))
+        ]
+        weights[piece_path] = tuple(jax.tree.leaves(made))
     return weights

@@ -1,37 +1,80 @@
 """Where each model weight comes from: checkpoint names, shapes and arrangement of DeepSeek-V2 and V3 files.
 
-`weight_sources` is the table. What shares an input is joined (gate|up, q_a|kv_a), per-expert matrices are stacked,
-kv_b is split into its key and value halves, and interleaved rope rows are permuted to half-split. Arrangements work on
-NumPy and JAX arrays alike.
+`weight_sources` is the table. A weight is rows of one or more checkpoint tensors in an order of its own: what shares an
+input is joined (gate|up, q_a|kv_a), per-expert matrices are stacked, kv_b is split into its key and value halves, and
+interleaved rope rows are permuted to half-split. Arrangements are functions of row numbers, so that they serve reading,
+splitting over devices and the scales of FP8 weights alike.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from itertools import accumulate
+from typing import NamedTuple
 
 import numpy as np
 
 from dsjax.config import MLAConfig, ModelConfig
+from dsjax.errors import ConfigError
+from dsjax.quantization import LARGEST_BLOCK
 from dsjax.rope import half_split_order
 
 Shape = tuple[int, ...]
+# Names of the dtypes that checkpoints store weights, quantised weights and their scales in.
+PLAIN, VALUES, SCALES = ("bfloat16", "float32"), ("float8_e4m3fn",), ("float32",)
+PROJECTIONS = ("_proj", "_proj_with_mqa")
 
 
-def _only(tensors: list[Any]) -> Any:
-    return tensors[0]
+class Tensor(NamedTuple):
+    """A tensor that a checkpoint must hold: its shape, and the names of the dtypes that it may have."""
+
+    shape: Shape
+    dtypes: tuple[str, ...]
+
+
+def _only(rows: list[np.ndarray]) -> np.ndarray:
+    return rows[0]
 
 
 @dataclass(frozen=True)
 class Source:
-    """Checkpoint tensors by name and shape, and the function that arranges them into one model weight."""
+    """Checkpoint tensors by name and shape, and the order in which their rows make one model weight.
+
+    `arrange` takes the row numbers of each tensor, counted over all of them, and returns those of the weight: integers
+    in the weight's shape without its last axis. A tensor of one axis has rows of one number. `quantized`: the tensors
+    are FP8, each with scales.
+    """
 
     tensors: tuple[tuple[str, Shape], ...]
-    arrange: Callable[[list[Any]], Any] = _only
+    arrange: Callable[[list[np.ndarray]], np.ndarray] = _only
+    quantized: bool = False
+
+    @property
+    def scales(self) -> tuple[tuple[str, Shape], ...]:
+        """Names and shapes of the tensors' scales: one per 128 x 128 block, the last ones partial."""
+        return tuple(
+            (f"{name}_scale_inv", tuple(-(-size // LARGEST_BLOCK) for size in shape)) for name, shape in self.tensors
+        )
+
+    def rows(self) -> np.ndarray:
+        """For each row of the weight, which row of the tensors it is, counted over all of them."""
+        return self._arranged([np.arange(shape[0]) for _, shape in self.tensors])
+
+    def scale_rows(self) -> np.ndarray:
+        """For each row of the weight, which row of the `scales` it has, counted over all of them."""
+        return self._arranged([np.arange(shape[0]) // LARGEST_BLOCK for _, shape in self.tensors])
+
+    def _arranged(self, numbers: list[np.ndarray]) -> np.ndarray:
+        """Arrange `numbers`, which count from 0 in each tensor, counted on from tensor to tensor."""
+        starts = accumulate((int(one[-1]) + 1 for one in numbers[:-1]), initial=0)
+        return self.arrange([one + start for one, start in zip(numbers, starts, strict=True)])
 
 
 def weight_sources(config: ModelConfig) -> dict[str, Source]:
-    """Source of every weight, keyed by its path in the model, such as "layers.3.attn_in.q_b.weight"."""
+    """Source of every weight, keyed by its path in the model, such as "layers.3.attn_in.q_b.weight".
+
+    Raises ConfigError if the config quantises only some of the tensors that make one weight.
+    """
     hidden, vocabulary = config.hidden_size, config.vocab_size
     sources = {
         "embed.embedding": Source((("model.embed_tokens.weight", (vocabulary, hidden)),)),
@@ -42,19 +85,39 @@ def weight_sources(config: ModelConfig) -> dict[str, Source]:
         prefix = f"model.layers.{index}."
         ffn = _dense(config, prefix) if index < config.num_dense_layers else _moe(config, prefix)
         layer = _norms(config, prefix) | _attention(config, prefix + "self_attn.") | ffn
-        sources |= {f"layers.{index}.{path}": source for path, source in layer.items()}
+        sources |= {f"layers.{index}.{path}": _quantized(config, source) for path, source in layer.items()}
     return sources
 
 
-def checkpoint_tensors(config: ModelConfig) -> dict[str, Shape]:
-    """Name and shape of every tensor that a complete checkpoint holds."""
-    return {name: shape for source in weight_sources(config).values() for name, shape in source.tensors}
+def checkpoint_tensors(config: ModelConfig) -> dict[str, Tensor]:
+    """Every tensor that a complete checkpoint holds, by name."""
+    tensors = {}
+    for source in weight_sources(config).values():
+        dtypes = VALUES if source.quantized else PLAIN
+        tensors |= {name: Tensor(shape, dtypes) for name, shape in source.tensors}
+        if source.quantized:
+            tensors |= {name: Tensor(shape, SCALES) for name, shape in source.scales}
+    return tensors
 
 
 def is_ignored(config: ModelConfig, name: str) -> bool:
     """Tensors that checkpoints may carry and the model does not use: MTP layers, stored rotary tables."""
     mtp = range(config.num_layers, config.num_layers + config.num_mtp_layers)
     return name.endswith("rotary_emb.inv_freq") or any(name.startswith(f"model.layers.{i}.") for i in mtp)
+
+
+def _quantized(config: ModelConfig, source: Source) -> Source:
+    """`source` as this checkpoint stores it: if FP8, all projections are, which routers and norms are not."""
+    if config.fp8 is None:
+        return source
+    modules = [name.removesuffix(".weight") for name, _ in source.tensors]
+    are_quantized = {module.endswith(PROJECTIONS) and config.fp8.covers(module) for module in modules}
+    if len(are_quantized) > 1:
+        raise ConfigError(
+            f"quantization_config.modules_to_not_convert names some, but not all, of {modules[0]}, {modules[1]} ..., "
+            "which dsjax joins into one weight; name all or none."
+        )
+    return replace(source, quantized=are_quantized.pop())
 
 
 def _norms(config: ModelConfig, prefix: str) -> dict[str, Source]:
@@ -126,35 +189,35 @@ def _swiglu(path: str, prefix: str, width: int, hidden: int) -> dict[str, Source
     }
 
 
-def _stack(tensors: list[Any]) -> Any:
-    return tensors[0].__array_namespace__().stack(tensors)
+def _stack(rows: list[np.ndarray]) -> np.ndarray:
+    return np.stack(rows)
 
 
-def _stack_pairs(tensors: list[Any]) -> Any:
-    """[E, 2, ...] from the tensors of expert 0, 0, 1, 1, ..."""
-    return _stack(tensors).reshape(-1, 2, *tensors[0].shape)
+def _stack_pairs(rows: list[np.ndarray]) -> np.ndarray:
+    """[E, 2, rows] from the rows of expert 0, 0, 1, 1, ..."""
+    return np.stack(rows).reshape(-1, 2, len(rows[0]))
 
 
-def _query_rows(mla: MLAConfig, tensors: list[Any]) -> Any:
+def _query_rows(mla: MLAConfig, rows: list[np.ndarray]) -> np.ndarray:
     """Rows of each head as [nope | rope half-split]."""
-    heads = tensors[0].reshape(mla.num_heads, mla.qk_head_dim, -1)
-    return heads[:, _rope_last(mla, mla.qk_nope_head_dim)].reshape(tensors[0].shape)
+    heads = rows[0].reshape(mla.num_heads, mla.qk_head_dim)
+    return heads[:, _rope_last(mla, mla.qk_nope_head_dim)].reshape(-1)
 
 
-def _latent_rows(mla: MLAConfig, tensors: list[Any]) -> Any:
+def _latent_rows(mla: MLAConfig, rows: list[np.ndarray]) -> np.ndarray:
     """Rows as [latent | rope key half-split]."""
-    return tensors[0][_rope_last(mla, mla.kv_lora_rank)]
+    return rows[0][_rope_last(mla, mla.kv_lora_rank)]
 
 
-def _joined_latent_rows(mla: MLAConfig, tensors: list[Any]) -> Any:
+def _joined_latent_rows(mla: MLAConfig, rows: list[np.ndarray]) -> np.ndarray:
     """Rows as [query latent | latent | rope key half-split]."""
-    q_a, kv_a = tensors
-    return q_a.__array_namespace__().concat([q_a, _latent_rows(mla, [kv_a])])
+    q_a, kv_a = rows
+    return np.concatenate([q_a, _latent_rows(mla, [kv_a])])
 
 
-def _head_rows(mla: MLAConfig, rows: slice, tensors: list[Any]) -> Any:
-    """The key or value rows of each head: [H, rows, C]."""
-    return tensors[0].reshape(mla.num_heads, -1, mla.kv_lora_rank)[:, rows]
+def _head_rows(mla: MLAConfig, part: slice, rows: list[np.ndarray]) -> np.ndarray:
+    """The key or value rows of each head: [H, rows]."""
+    return rows[0].reshape(mla.num_heads, -1)[:, part]
 
 
 def _rope_last(mla: MLAConfig, before: int) -> np.ndarray:

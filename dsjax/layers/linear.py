@@ -1,4 +1,7 @@
-"""Linear projections without bias."""
+"""Linear projections without bias.
+
+Activations are not quantised: a BlockScaled weight is multiplied out to x's dtype and products are summed in float32.
+"""
 
 import math
 
@@ -6,6 +9,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
+
+from dsjax.quantization import dense
 
 
 def param(shape: tuple[int, ...], dtype: jnp.dtype) -> nnx.Param:
@@ -29,7 +34,7 @@ class Linear(nnx.Module):
         self.weight = param((*out, in_features), dtype)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        weight = self.weight[...]
+        weight = dense(self.weight[...], x.dtype)
         *out, in_features = weight.shape
         flat = contract_last(x, weight.reshape(math.prod(out), in_features))
         return flat.reshape(x.shape[0], *out)

@@ -16,6 +16,7 @@ from dsjax.layers.linear import Linear, param
 from dsjax.layers.norm import RMSNorm
 from dsjax.layers.residual import PreNorm
 from dsjax.pallas_kernels import Ops
+from dsjax.quantization import dense
 from dsjax.rope import rotate
 from dsjax.step.inputs import StepInputs
 
@@ -78,19 +79,18 @@ class MLAAttention(nnx.Module):
 
     def __call__(self, q: jax.Array, pools: dict, page_tables: dict, places: dict, inputs: StepInputs):
         pool, layer, tables, decode = pools[LATENT], places[LATENT], page_tables[LATENT], inputs.decode
+        w_uk, w_uv = dense(self.w_uk[...], q.dtype), dense(self.w_uv[...], q.dtype)
         count = decode.lengths.shape[0]
-        decoded = self._decode(q[:count], pool, layer, tables[decode.rows], decode.lengths)
+        decoded = self._decode(q[:count], w_uk, w_uv, pool, layer, tables[decode.rows], decode.lengths)
         if inputs.prefill is None:
             return (decoded,)
-        o = self.ops.mla_prefill(
-            q, self.w_uk[...], self.w_uv[...], pool, layer, tables, inputs.prefill, scale=self.mla.softmax_scale
-        )
+        o = self.ops.mla_prefill(q, w_uk, w_uv, pool, layer, tables, inputs.prefill, scale=self.mla.softmax_scale)
         is_decode = (decode.lengths > 0)[:, None, None]
         return (o.at[:count].set(jnp.where(is_decode, decoded, o[:count])),)
 
-    def _decode(self, q: jax.Array, pool: jax.Array, layer: jax.Array, tables: jax.Array, lengths: jax.Array):
+    def _decode(self, q, w_uk, w_uv, pool, layer, tables, lengths) -> jax.Array:
         q_nope, q_rope = jnp.split(q, [self.mla.qk_nope_head_dim], axis=-1)
-        absorbed = jnp.einsum("thn,hnc->thc", q_nope, self.w_uk[...])
+        absorbed = jnp.einsum("thn,hnc->thc", q_nope, w_uk)
         latent = self.ops.mla_decode(
             jnp.concatenate([absorbed, q_rope], axis=-1),
             pool,
@@ -100,7 +100,7 @@ class MLAAttention(nnx.Module):
             rank=self.mla.kv_lora_rank,
             scale=self.mla.softmax_scale,
         )
-        return jnp.einsum("thc,hvc->thv", latent, self.w_uv[...])
+        return jnp.einsum("thc,hvc->thv", latent, w_uv)
 
 
 class HeadsProjection(Linear):

@@ -1,11 +1,13 @@
 """Routed experts against float64, token by token."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from dsjax.pallas_kernels.experts import IMPLEMENTATIONS
 from dsjax.pallas_kernels.experts.shapes import SHAPES
+from dsjax.quantization import BlockScaled, dense
 
 EXPERTS, HIDDEN, WIDTH = 6, 24, 16
 experts = IMPLEMENTATIONS["reference"]
@@ -17,6 +19,13 @@ def random_case(rng: np.random.Generator, tokens: int, chosen: int):
     down = rng.normal(size=(EXPERTS, HIDDEN, WIDTH)) / WIDTH**0.5
     ids = np.stack([rng.permutation(EXPERTS)[:chosen] for _ in range(tokens)])
     return x, gate_up, down, ids, rng.uniform(0.1, 1, size=(tokens, chosen))
+
+
+def block_scaled(rng: np.random.Generator, shape: tuple[int, ...]) -> BlockScaled:
+    """A random weight of which every block of 32 x 16 has another scale."""
+    scales = (*shape[:-2], -(-shape[-2] // 32), -(-shape[-1] // 16))
+    values = jnp.asarray(rng.normal(size=shape) * 60, jnp.float8_e4m3fn)
+    return BlockScaled(values, jnp.asarray(rng.uniform(0.2, 1.8, size=scales) / 400, jnp.float32), (32, 16))
 
 
 def run(x, gate_up, down, ids, weights) -> np.ndarray:
@@ -81,3 +90,27 @@ def test_experts_that_nobody_chose_are_not_read():
 def test_no_pair_at_all():
     x, gate_up, down, ids, weights = random_case(np.random.default_rng(10), 4, 2)
     assert not run(x, gate_up, down, np.full_like(ids, -1), weights).any()
+
+
+def test_block_scaled_experts():
+    rng = np.random.default_rng(11)
+    x, _, _, ids, weights = random_case(rng, 20, 2)
+    gate_up, down = block_scaled(rng, (EXPERTS, 2, 80, HIDDEN)), block_scaled(rng, (EXPERTS, HIDDEN, 80))
+    y = experts(jnp.asarray(x, jnp.float32), gate_up, down, jnp.asarray(ids), jnp.asarray(weights, jnp.float32))
+    gate_up, down = (np.asarray(dense(weight, jnp.float32), np.float64) for weight in (gate_up, down))
+    np.testing.assert_allclose(y, expected(x, gate_up, down, ids, weights), atol=5e-6)
+
+
+def test_block_scaled_experts_are_multiplied_out_one_at_a_time():
+    """Scratch memory does not grow with the number of experts as an array of all of them would."""
+
+    def scratch_bytes(num_experts: int) -> int:
+        shapes = (num_experts, 2, 192, 256), (num_experts, 256, 192)
+        weights = [BlockScaled.abstract(shape, (128, 128)) for shape in shapes]
+        x, ids = jax.ShapeDtypeStruct((20, 256), jnp.float32), jax.ShapeDtypeStruct((20, 2), jnp.int32)
+        arguments = (x, *weights, ids, jax.ShapeDtypeStruct((20, 2), jnp.float32))
+        analysis = jax.jit(experts).lower(*arguments).compile().memory_analysis()
+        assert analysis is not None
+        return analysis.temp_size_in_bytes
+
+    assert scratch_bytes(32) - scratch_bytes(16) < 192 * 256

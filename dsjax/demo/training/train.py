@@ -114,7 +114,7 @@ def bind(model: Model, params: dict[str, jax.Array]) -> dict[str, Any]:
     for path, piece in model.pieces():
         graph, state = nnx.split(piece)
         chosen = [sources[f"{path}.{name}"] for name, _ in weight_leaves(state)]
-        leaves = [source.arrange([params[name] for name, _ in source.tensors]) for source in chosen]
+        leaves = [jnp.concatenate([params[name] for name, _ in one.tensors])[one.rows()] for one in chosen]
         pieces[path] = nnx.merge(graph, jax.tree.unflatten(jax.tree.structure(state), leaves))
     return pieces
 
@@ -161,9 +161,9 @@ def init_params(config: ModelConfig, key: jax.Array) -> dict[str, jax.Array]:
         into_residual = name.endswith(("o_proj.weight", "down_proj.weight"))
         return jax.random.normal(key, shape) * 0.02 / ((2 * config.num_layers) ** 0.5 if into_residual else 1)
 
-    shapes = checkpoint_tensors(config)
-    keys = jax.random.split(key, len(shapes))
-    return {name: init(name, shape, key) for (name, shape), key in zip(shapes.items(), keys, strict=True)}
+    tensors = checkpoint_tensors(config)
+    keys = jax.random.split(key, len(tensors))
+    return {name: init(name, tensor.shape, key) for (name, tensor), key in zip(tensors.items(), keys, strict=True)}
 
 
 def make_optimizer(steps: int, peak: float) -> optax.GradientTransformation:

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from dsjax.activation import swiglu
+from dsjax.quantization import Weight, dense
 
 MIN_TILE, MAX_TILE = 8, 128
 
@@ -24,11 +25,12 @@ class _Tiles(NamedTuple):
 
 
 @jax.jit
-def experts(x: jax.Array, gate_up: jax.Array, down: jax.Array, ids: jax.Array, weights: jax.Array) -> jax.Array:
+def experts(x: jax.Array, gate_up: Weight, down: Weight, ids: jax.Array, weights: jax.Array) -> jax.Array:
     """y_t = sum_k weights[t, k] * down_e(silu(gate_e(x_t)) * up_e(x_t)) with e = ids[t, k].
 
     Args:
-      x: [T, D]. gate_up: [E, 2, I, D], gate first. down: [E, D, I].
+      x: [T, D]. gate_up: [E, 2, I, D], gate first. down: [E, D, I]. Either may be BlockScaled: an expert is then
+        multiplied out when a tile needs it, and activations are not quantised.
       ids: int32 [T, K], -1 for "no expert". weights: float32 [T, K].
 
     Returns:
@@ -46,8 +48,9 @@ def experts(x: jax.Array, gate_up: jax.Array, down: jax.Array, ids: jax.Array, w
         pairs = lax.dynamic_slice(tiles.pairs, (begin,), (tile,))
         used = begin + jnp.arange(tile) < tiles.first_pair[expert + 1]
         rows = x[pairs // chosen]
-        both = rows @ gate_up[expert].reshape(2 * width, hidden).T
-        out = jnp.dot(swiglu(both[:, :width], both[:, width:]), down[expert].T, preferred_element_type=jnp.float32)
+        both = rows @ dense(gate_up[expert], x.dtype).reshape(2 * width, hidden).T
+        inner = swiglu(both[:, :width], both[:, width:])
+        out = jnp.dot(inner, dense(down[expert], x.dtype).T, preferred_element_type=jnp.float32)
         out = out * pair_weights[pairs][:, None]
         return y.at[jnp.where(used, pairs // chosen, tokens)].add(out, mode="drop")
 
