@@ -89,13 +89,15 @@ class Chain:
     """Consecutive segments that become one executable. Equal chains share it.
 
     `places` are baked in where segments of several layers are chained; a chain within one layer gets them as an
-    argument instead, and has None throughout.
+    argument instead, and has None throughout. A `tapped` chain returns one result more: per segment what it gave, by
+    name, caches excepted.
     """
 
     segments: tuple[Segment, ...]
     places: tuple[Places | None, ...]
     takes: tuple[str, ...]
     gives: tuple[str, ...]
+    tapped: bool = False
 
     @property
     def name(self) -> str:
@@ -104,19 +106,24 @@ class Chain:
 
     def run(self, weights: Sequence[Sequence[jax.Array]], places: dict | None, *values: Any, jit: bool = True) -> tuple:
         """weights: flat leaves per segment. values: in the order of `takes`. Returns values in the order of `gives`."""
-        named = dict(zip(self.takes, values, strict=True))
+        named, taps = dict(zip(self.takes, values, strict=True)), []
         for segment, leaves, baked in zip(self.segments, weights, self.places, strict=True):
             named["places"] = places if baked is None else {kind: jnp.int32(place) for kind, place in baked}
             function = segment.traced_once if jit else segment.run
             results = function(leaves, *(named[name] for name in segment.takes))
             named.update(zip(segment.gives, results, strict=True))
-        return tuple(named[name] for name in self.gives)
+            taps.append({name: named[name] for name in segment.gives if name != "pools"})
+        given = tuple(named[name] for name in self.gives)
+        return (*given, tuple(taps)) if self.tapped else given
 
     def sharded(self, mesh: Mesh, name: str) -> Any:
         """`run` as one shard_map over `mesh`, jitted under `name`, with all that it both takes and gives donated."""
         weights = tuple(tuple(weight_partition(path) for path, _, _ in segment.weights) for segment in self.segments)
         values = tuple(value_partition(name) for name in self.takes)
-        results = tuple(value_partition(name) for name in self.gives)
+        results: tuple = tuple(value_partition(name) for name in self.gives)
+        if self.tapped:
+            taps = [{name: value_partition(name) for name in s.gives if name != "pools"} for s in self.segments]
+            results = (*results, tuple(taps))
         specs = (weights, REPLICATED, *values)
         function = jax.shard_map(self.run, mesh=mesh, in_specs=specs, out_specs=results, check_vma=False)
         donated = tuple(i + 2 for i, name in enumerate(self.takes) if name in self.gives)

@@ -212,7 +212,8 @@ def _lower(program: PlannedProgram, state: Mapping[str, Any], mesh: Mesh) -> dic
         arguments = _weight_avals(chain, mesh), _place_avals(link, mesh), *(named[name] for name in chain.takes)
         traced = chain.sharded(mesh, name).trace(*arguments)
         lowered[chain] = traced.lower()
-        named |= {name: _placed(out, name, mesh) for name, out in zip(chain.gives, traced.out_info, strict=True)}
+        given = traced.out_info[: len(chain.gives)]  # a tapped chain returns more, which no other takes
+        named |= {name: _placed(out, name, mesh) for name, out in zip(chain.gives, given, strict=True)}
     return lowered
 
 

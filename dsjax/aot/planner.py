@@ -27,6 +27,10 @@ class ProgramKey(NamedTuple):
     kind: str
     bucket: int
 
+    @property
+    def is_body(self) -> bool:
+        return self.kind in ("decode", "mixed")
+
     def __str__(self) -> str:
         return f"{self.kind}[{self.bucket}]"
 

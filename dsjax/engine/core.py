@@ -3,6 +3,7 @@
 import logging
 import time
 from collections import deque
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -99,25 +100,24 @@ class Engine:
             self._check_pages()
         return updates
 
-    def logits(self, tokens: list[int], chunk_tokens: int | None = None) -> np.ndarray:
+    def logits(self, tokens: list[int], chunk_tokens: int | Sequence[int] | None = None) -> np.ndarray:
         """Teacher-forced logits after every token of `tokens`: float32 [len(tokens), V], through the compiled programs.
 
-        `chunk_tokens` cuts the tokens into chunks of that size, at most (and by default) max_num_seqs. Raises
-        OptionError for another size or while requests are open, RequestError for tokens that are no prompt.
+        `chunk_tokens` cuts the tokens into chunks of that size, at most (and by default) max_num_seqs, or into chunks
+        of the sizes that it lists; a chunk of one token is a decode step. Raises OptionError for other sizes or while
+        requests are open, RequestError for tokens that are no prompt.
         """
         self._check_alive()
         if self.scheduler.has_work:
             raise OptionError("logits needs an idle engine; let the open requests end first.")
-        size = self.runner.rows if chunk_tokens is None else chunk_tokens
-        if not 1 <= size <= self.runner.rows:
-            raise OptionError(f"chunk_tokens is {chunk_tokens}, expected 1 to max_num_seqs ({self.runner.rows}).")
+        sizes = self._chunk_sizes(len(tokens), chunk_tokens)
         params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)  # so that each token has its logits
         request = Request.create("logits", tokens, params, self.limits)
         while self._pending:
             self._collect_oldest()
         self.add(request)
         try:
-            return np.concatenate(self._chunk_logits(request, size))
+            return np.concatenate([self._chunk_logits(size) for size in sizes])
         except jax.errors.JaxRuntimeError as error:
             raise self._die(f"the device failed: {error}") from error
         finally:
@@ -165,13 +165,21 @@ class Engine:
         self._failures = 0
         return self.scheduler.collect(step, picked)
 
-    def _chunk_logits(self, request: Request, chunk_tokens: int) -> list[np.ndarray]:
-        chunks = []
-        while request.remaining:
-            pending = self._dispatch_next(chunk_tokens)
-            assert pending is not None, "an idle engine can always admit a request that passed its limits"
-            chunks.append(jax.device_get(pending.result.logits)[: pending.step.num_tokens])
-        return chunks
+    def _chunk_sizes(self, tokens: int, chunk_tokens: int | Sequence[int] | None) -> Sequence[int]:
+        largest = self.runner.rows
+        if isinstance(chunk_tokens, Sequence):
+            sizes = chunk_tokens
+        else:
+            size = largest if chunk_tokens is None else chunk_tokens
+            sizes = [min(size, tokens - begin) for begin in range(0, tokens, size or 1)]
+        if any(not 1 <= size <= largest for size in sizes) or sum(sizes) != tokens:
+            raise OptionError(f"chunk_tokens is {chunk_tokens}, expected 1 to max_num_seqs ({largest}).")
+        return sizes
+
+    def _chunk_logits(self, size: int) -> np.ndarray:
+        pending = self._dispatch_next(size)
+        assert pending is not None, "an idle engine can always admit a request that passed its limits"
+        return jax.device_get(pending.result.logits)[: pending.step.num_tokens]
 
     def _recover(self, error: Exception) -> None:
         """Make the caches anew after a failed device call; open requests are computed again from the beginning.

@@ -104,7 +104,7 @@ class LLM:
             raise RequestError(f"params is {params!r}, expected SamplingParams.", param="params")
         return self._run(self._request(0, prompt, params))
 
-    def logits(self, token_ids: Sequence[Token] | Array, chunk_tokens: int | None = None) -> np.ndarray:
+    def logits(self, token_ids: Sequence[Token] | Array, chunk_tokens: int | Sequence[int] | None = None) -> np.ndarray:
         """Logits after every token of `token_ids`, float32 [len(token_ids), V]: see Engine.logits."""
         if isinstance(token_ids, str):
             raise RequestError("logits takes token ids; llm.tokenizer.encode makes them of text.", param="prompt")

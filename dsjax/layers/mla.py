@@ -25,9 +25,12 @@ ROPE = "main"  # the rope table of MLA
 
 
 class MLAInput(nnx.Module):
-    """x -> queries q [T, H, N + R]; stores each token's latent [C + R] (normed latent, rotated rope key)."""
+    """x -> queries q [T, H, N + R]; stores each token's latent [C + R] (normed latent, rotated rope key).
 
-    gives = ("pools", "q", "mix")
+    Later pieces find the latents in the pools; they are given as well for whoever looks inside.
+    """
+
+    gives = ("pools", "q", "mix", "latent")
 
     def __init__(self, config: ModelConfig, dtype: jnp.dtype):
         hidden, mla = config.hidden_size, config.attention
@@ -48,8 +51,9 @@ class MLAInput(nnx.Module):
         q, latent = self.project(h, *inputs.rope[ROPE])
         pool, slots = pools[LATENT], inputs.slots[LATENT]
         pages, offsets = slots // pool.shape[2], slots % pool.shape[2]
-        pool = pool.at[places[LATENT], pages, offsets].set(latent.astype(pool.dtype), mode="drop")
-        return pools | {LATENT: pool}, q, mix
+        latent = latent.astype(pool.dtype)
+        pool = pool.at[places[LATENT], pages, offsets].set(latent, mode="drop")
+        return pools | {LATENT: pool}, q, mix, latent
 
     def project(self, h: jax.Array, cos: jax.Array, sin: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Queries [T, H, N + R] and latents [T, C + R] of h [T, D], rotated by cos, sin [T, R / 2]."""

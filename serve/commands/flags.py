@@ -6,12 +6,14 @@ A new option needs its field there and its line here.
 import inspect
 from collections.abc import Callable
 from functools import wraps
-from typing import Annotated, Any
+from types import NoneType
+from typing import Annotated, Any, get_args
 
 import typer
 
 from dsjax.engine.options import DTYPES, LOAD_FORMATS, PLANS, EngineOptions
 from dsjax.engine.sampling_params import SamplingParams
+from dsjax.errors import OptionError
 
 Model = Annotated[str, typer.Argument(help="A checkpoint folder, or 'demo'.")]
 
@@ -80,11 +82,42 @@ def with_flags(command: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
+def option_from_text(name: str, text: str) -> dict[str, Any]:
+    """An engine option as a keyword, from its flag's name and a value such as "16,64", "true" or "none".
+
+    Raises OptionError.
+    """
+    option = name.replace("-", "_")
+    if option not in ENGINE_FLAGS:
+        raise OptionError(f"Unknown option {name!r}; the options are {', '.join(ENGINE_FLAGS)}.")
+    kind = get_args(ENGINE_FLAGS[option])[0]
+    kinds = get_args(kind) or (kind,)
+    if text == "none" and NoneType in kinds:
+        return {option: None}
+    try:
+        return {option: _FROM_TEXT[kinds[0]](text)}
+    except (ValueError, KeyError, typer.BadParameter):
+        raise OptionError(f"{name} is {text!r}, expected a value like that of its flag (dsjax serve --help).") from None
+
+
+_FROM_TEXT: dict[type, Callable[[str], Any]] = {
+    str: str,
+    int: int,
+    float: float,
+    tuple: parse_buckets,
+    bool: {"true": True, "false": False}.__getitem__,
+}
+
+
 def _flags_of(parameter: inspect.Parameter) -> list[inspect.Parameter]:
     """One keyword per flag of the parameter's type."""
     kind = parameter.annotation
     defaults = kind() if parameter.default is parameter.empty else parameter.default
-    return [
-        inspect.Parameter(name, parameter.KEYWORD_ONLY, default=getattr(defaults, name), annotation=annotation)
-        for name, annotation in FLAGS[kind].items()
-    ]
+
+    def flag(name: str, annotation: Any) -> inspect.Parameter:
+        default = getattr(defaults, name)
+        if isinstance(default, tuple):  # defaults are parsed like what is typed
+            default = ",".join(map(str, default))
+        return inspect.Parameter(name, parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+
+    return [flag(name, annotation) for name, annotation in FLAGS[kind].items()]
