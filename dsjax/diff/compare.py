@@ -15,7 +15,8 @@ LOGITS = "logits"
 class ValueDiff:
     """One value over all tokens. `differing` of `tokens` tokens differ, the `first` as (prompt, position in it).
 
-    `max_abs`: largest difference of two elements. `relative`: Frobenius norm of the difference over that of A.
+    `max_abs`: largest difference of two elements. `relative`: Frobenius norm of the difference over that of A. Of
+    integers (chosen experts), elements that differ count as 1 among ones.
     """
 
     name: str
@@ -24,6 +25,7 @@ class ValueDiff:
     first: tuple[int, int] | None
     max_abs: float
     relative: float
+    is_integer: bool = False
 
 
 @dataclass(frozen=True)
@@ -40,8 +42,8 @@ class SegmentDiff:
 
     @property
     def worst(self) -> ValueDiff:
-        """The value with the largest relative difference."""
-        return max(self.values, key=lambda value: value.relative)
+        """The value with the largest relative difference, integers aside."""
+        return max(self.values, key=lambda value: (not value.is_integer, value.relative))
 
 
 @dataclass(frozen=True)
@@ -86,7 +88,7 @@ def compare(a: Sequence[Trace], b: Sequence[Trace], tolerance: float = 0.0) -> C
     """Compare the traces of two settings on the same sequences.
 
     A token differs in a value if the norm of the difference is above `tolerance` times the norm in A; at tolerance 0
-    if any element differs. Integers (chosen experts) count at tolerance 0 only. Raises OptionError if the models have
+    if any element differs. Integers count at tolerance 0 only. Raises OptionError if the models have
     different segments or shapes, ValueError for traces of different tokens.
     """
     if [one.tokens for one in a] != [one.tokens for one in b]:
@@ -122,22 +124,24 @@ def _segment_diffs(a: Sequence[Trace], b: Sequence[Trace], tolerance: float) -> 
 
 
 def _value_diff(name: str, a: Sequence[np.ndarray], b: Sequence[np.ndarray], tolerance: float) -> ValueDiff:
+    is_integer = np.issubdtype(a[0].dtype, np.integer)
     differing, first, max_abs = 0, None, 0.0
     square_delta = square_a = 0.0
     for prompt, (one, other) in enumerate(zip(a, b, strict=True)):
         if one.shape != other.shape:
             raise OptionError(f"{name} is {one.shape[1:]} in A, {other.shape[1:]} in B; compare models of one shape.")
-        is_number = not np.issubdtype(one.dtype, np.integer)
-        delta, size = _difference(one, other), _norms(one)
+        if is_integer:
+            one, other = np.ones(one.shape), np.where(one == other, 1.0, 0.0)
+        delta, size = _difference(one, other), np.nan_to_num(_norms(one), posinf=0.0)
         norms = _norms(delta)
-        differs = ~(norms <= tolerance * size) & (is_number or tolerance == 0)
+        differs = ~(norms <= tolerance * size) & (tolerance == 0 or not is_integer)
         if differs.any() and first is None:
             first = (prompt, int(np.argmax(differs)))
         differing += int(differs.sum())
-        max_abs = max(max_abs, float(np.abs(delta).max(initial=0.0)))
+        max_abs = float(np.maximum(max_abs, np.abs(delta).max(initial=0.0)))  # NaN if there is one
         square_delta, square_a = square_delta + float((norms**2).sum()), square_a + float((size**2).sum())
     relative = (square_delta / square_a) ** 0.5 if square_a else float(square_delta > 0)
-    return ValueDiff(name, sum(map(len, a)), differing, first, max_abs, relative)
+    return ValueDiff(name, sum(map(len, a)), differing, first, max_abs, relative, is_integer)
 
 
 def _difference(a: np.ndarray, b: np.ndarray) -> np.ndarray:
