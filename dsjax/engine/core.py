@@ -167,13 +167,14 @@ class Engine:
 
     def _chunk_sizes(self, tokens: int, chunk_tokens: int | Sequence[int] | None) -> Sequence[int]:
         largest = self.runner.rows
-        if isinstance(chunk_tokens, Sequence):
-            sizes = chunk_tokens
-        else:
-            size = largest if chunk_tokens is None else chunk_tokens
-            sizes = [min(size, tokens - begin) for begin in range(0, tokens, size or 1)]
-        if any(not 1 <= size <= largest for size in sizes) or sum(sizes) != tokens:
+        size = largest if chunk_tokens is None else chunk_tokens
+        sizes = size if isinstance(size, Sequence) else [size]
+        if any(not 1 <= one <= largest for one in sizes):
             raise OptionError(f"chunk_tokens is {chunk_tokens}, expected 1 to max_num_seqs ({largest}).")
+        if isinstance(size, int):
+            return [min(size, tokens - begin) for begin in range(0, tokens, size)]
+        if sum(sizes) != tokens:
+            raise OptionError(f"The sizes in chunk_tokens add up to {sum(sizes)}, but there are {tokens} tokens.")
         return sizes
 
     def _chunk_logits(self, size: int) -> np.ndarray:

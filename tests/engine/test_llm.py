@@ -275,6 +275,8 @@ def test_logits_need_an_idle_engine(make_llm: Callable[..., LLM]):
     for size in (0, -1, 4):
         with pytest.raises(OptionError, match=r"expected 1 to max_num_seqs \(3\)"):
             llm.logits([5, 6], chunk_tokens=size)
+    with pytest.raises(OptionError, match="add up to 3, but there are 2 tokens"):
+        llm.logits([5, 6], chunk_tokens=[1, 2])
 
 
 @pytest.mark.parametrize("plan", ["piece", "layer", "step"])
