@@ -32,15 +32,15 @@ def forward(
     """Logits [len(tokens), V] of a golden checkpoint, with another `config` or edited weights if given."""
     count, mesh = len(tokens), make_mesh(1)
     model = abstract_model(config or ModelConfig.load(GOLDEN / case), "float32", Ops.for_target("cpu"))
-    keys = [ProgramKey("mixed", count), ProgramKey("tail", count)]
+    keys = [ProgramKey("mixed", count), ProgramKey("logits", count)]
     planned = [p for p in plan_programs(model, Buckets((count,), (count,), (count,)), "piece") if p.key in keys]
     programs = eager_programs(planned, model.dtype)
     pages = {kind.name: kind.pages_for(count) for kind in model.page_kinds}
-    state = allocate(state_avals(model.page_kinds, pages, rows=count, max_tokens=count), mesh)
+    state = allocate(state_avals(model, pages, rows=count, max_tokens=count), mesh)
     executor = Executor(mesh, edit(load_weights(model, GOLDEN / case, mesh)), state)
-    body, tail = (executor.bind(p.links, programs[p.key], p.results) for p in planned)
+    body, head = (executor.bind(p.links, programs[p.key], p.results) for p in planned)
     results: dict[str, Any] = executor.run(body, {"packed": pack_prefill(tokens, model.page_kinds, pages)})
-    return np.asarray(executor.run(tail, {name: results[name] for name in ("hidden", "samples")})["logits"])
+    return np.asarray(executor.run(head, {"hidden": results["hidden"]})["logits"])
 
 
 def pack_prefill(tokens: list[int], kinds, pages: dict[str, int]) -> np.ndarray:

@@ -44,8 +44,8 @@ class Harness:
             packed = self.with_garbage(packed, shape, step.num_tokens)
             fill(runner.executor.state["pools"], np.nan)
         results = runner.executor.run(runner.programs[key], {"packed": packed})
-        tail = runner.programs[ProgramKey("tail", runner.rows)]
-        logits = runner.executor.run(tail, {name: results[name] for name in ("hidden", "samples")})["logits"]
+        head = runner.programs[ProgramKey("logits", runner.rows)]
+        logits = runner.executor.run(head, {"hidden": results["hidden"]})["logits"]
         return np.asarray(logits)[: len(step.picks)]
 
     def with_garbage(self, packed: np.ndarray, shape: StepShape, used: int) -> np.ndarray:

@@ -2,10 +2,10 @@
 
 A step runs one body and one tail. Bodies are "decode" (decode tokens only) and "mixed" (decode tokens, then prefill
 chunks). Arrays of rows have the fixed size max_num_seqs in every body, so there are token buckets + row buckets + a few
-tails, never their product.
+tails, never their product. Three more programs have one size: "set_rows" and "set_constraints" run when requests get
+their rows, "logits" in the place of a tail when someone asks for logits.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -14,15 +14,18 @@ import jax.numpy as jnp
 
 from dsjax.aot.ladders import Buckets
 from dsjax.cache.kinds import PageKind
+from dsjax.config import ModelConfig
+from dsjax.engine.sampling_params import MAX_STOP_IDS
 from dsjax.model import Model
 from dsjax.segments import Call, Link, Segment, cut
 from dsjax.step.inputs import Collect, Prepare, SampleInputs, Trim
-from dsjax.step.layout import StepShape, row_layout, step_layout
-from dsjax.step.sampler import Sample, SamplingState, SetRows
+from dsjax.step.layout import ConstraintShape, StepShape, constraint_layout, row_layout, step_layout
+from dsjax.step.sampler import Sample
+from dsjax.step.sampling_state import Constraints, SamplingState, SetConstraints, SetRows
 
 
 class ProgramKey(NamedTuple):
-    """ "decode", "mixed", "tail" or "set_rows", and the bucket."""
+    """ "decode", "mixed", "tail", "logits", "set_rows" or "set_constraints", and the bucket."""
 
     kind: str
     bucket: int
@@ -50,6 +53,11 @@ class PlannedProgram:
     arguments: dict[str, Any]
 
 
+def constraint_shape(config: ModelConfig) -> ConstraintShape:
+    """The static sizes of a row's constraints: its own stop ids and the model's."""
+    return ConstraintShape(config.vocab_size, MAX_STOP_IDS + len(config.eos_token_ids))
+
+
 def plan_programs(model: Model, buckets: Buckets, plan: str) -> list[PlannedProgram]:
     """Every program of a deployment, cut by `plan`."""
     layers = _layer_calls(model)
@@ -57,15 +65,25 @@ def plan_programs(model: Model, buckets: Buckets, plan: str) -> list[PlannedProg
     keys += [ProgramKey("mixed", bucket) for bucket in buckets.tokens]
     planned = [_body(model, layers, key, buckets.rows, plan) for key in keys]
     planned += [_tail(model, bucket, buckets.rows, plan) for bucket in buckets.tails]
-    return [*planned, _set_rows(buckets.rows, model.page_kinds, plan)]
+    return [
+        *planned,
+        _logits(model, buckets.rows, plan),
+        _set_rows(buckets.rows, model.page_kinds, plan),
+        _set_constraints(model, plan),
+    ]
 
 
-def state_avals(kinds: Sequence[PageKind], pages: dict[str, int], rows: int, max_tokens: int) -> dict[str, Any]:
-    """Shapes of the device state: pools of `pages` per kind, page tables of `rows` rows of `max_tokens` tokens."""
-    pools = {pool.name: _aval(pool.shape(pages[kind.name]), pool.dtype) for kind in kinds for pool in kind.pools}
-    tables = {kind.name: _aval((rows, kind.pages_for(max_tokens))) for kind in kinds}
-    sampling = jax.tree.map(lambda value: _aval(value.shape, value.dtype), SamplingState.empty(rows))
-    return {"pools": pools, "page_tables": tables, "sampling": sampling, "last_tokens": _aval((rows,))}
+def state_avals(model: Model, pages: dict[str, int], rows: int, max_tokens: int) -> dict[str, Any]:
+    """Shapes of the device state: pools of `pages` per kind, and all that is kept for `rows` rows of `max_tokens`."""
+    kinds = model.page_kinds
+    return {
+        "pools": {pool.name: _aval(pool.shape(pages[kind.name]), pool.dtype) for kind in kinds for pool in kind.pools},
+        "page_tables": {kind.name: _aval((rows, kind.pages_for(max_tokens))) for kind in kinds},
+        "sampling": SamplingState.abstract(rows),
+        "constraints": Constraints.abstract(rows, constraint_shape(model.config)),
+        "output_counts": _aval((rows, model.config.vocab_size)),
+        "last_tokens": _aval((rows,)),
+    }
 
 
 def _layer_calls(model: Model) -> list[Call]:
@@ -90,16 +108,24 @@ def _body(model: Model, layers: list[Call], key: ProgramKey, rows: int, plan: st
 
 
 def _tail(model: Model, bucket: int, rows: int, plan: str) -> PlannedProgram:
-    trim, head, sample = (
-        Segment.of("trim", Trim(bucket)),
-        Segment.of("head", model.head),
-        Segment.of("sample", Sample()),
-    )
-    results = ("last_tokens", "tokens", "logits")
-    links = cut([Call(trim), Call(head, "head"), Call(sample)], plan, results)
-    hidden = _aval((rows, *model.hidden_shape), model.dtype)
+    calls = [*_head_calls(model, bucket), Call(Segment.of("sample", Sample()))]
+    results = ("last_tokens", "output_counts", "tokens", "logprobs")
     samples = SampleInputs(*[_aval((rows,))] * len(SampleInputs._fields))
-    return PlannedProgram(ProgramKey("tail", bucket), tuple(links), results, {"hidden": hidden, "samples": samples})
+    arguments = {"hidden": _hidden(model, rows), "samples": samples}
+    return PlannedProgram(ProgramKey("tail", bucket), tuple(cut(calls, plan, results)), results, arguments)
+
+
+def _logits(model: Model, rows: int, plan: str) -> PlannedProgram:
+    links = cut(_head_calls(model, rows), plan, ["logits"])
+    return PlannedProgram(ProgramKey("logits", rows), tuple(links), ("logits",), {"hidden": _hidden(model, rows)})
+
+
+def _head_calls(model: Model, bucket: int) -> list[Call]:
+    return [Call(Segment.of("trim", Trim(bucket))), Call(Segment.of("head", model.head), "head")]
+
+
+def _hidden(model: Model, rows: int) -> Any:
+    return _aval((rows, *model.hidden_shape), model.dtype)
 
 
 def _set_rows(rows: int, kinds: tuple[PageKind, ...], plan: str) -> PlannedProgram:
@@ -107,6 +133,13 @@ def _set_rows(rows: int, kinds: tuple[PageKind, ...], plan: str) -> PlannedProgr
     links = cut([Call(Segment.of("set_rows", SetRows(rows, kinds)))], plan, results)
     arguments = {"packed": _aval((row_layout(rows, kinds).size,))}
     return PlannedProgram(ProgramKey("set_rows", rows), tuple(links), results, arguments)
+
+
+def _set_constraints(model: Model, plan: str) -> PlannedProgram:
+    shape, results = constraint_shape(model.config), ("constraints", "output_counts")
+    links = cut([Call(Segment.of("set_constraints", SetConstraints(shape)))], plan, results)
+    arguments = {"packed": _aval((constraint_layout(shape).size,))}
+    return PlannedProgram(ProgramKey("set_constraints", 1), tuple(links), results, arguments)
 
 
 def _aval(shape: tuple[int, ...], dtype: Any = jnp.int32) -> Any:

@@ -51,9 +51,7 @@ class Blueprint:
     @property
     def state(self) -> dict[str, Any]:
         """The abstract device state."""
-        return state_avals(
-            self.model.page_kinds, self.pages, self.deployment.buckets.rows, self.deployment.max_model_len
-        )
+        return state_avals(self.model, self.pages, self.deployment.buckets.rows, self.deployment.max_model_len)
 
     def compile(self, progress: Progress = silent) -> tuple[Executables, CompileReport | None]:
         """What runs each chain of each program; without a report where plan "off" compiles nothing."""

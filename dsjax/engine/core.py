@@ -180,7 +180,7 @@ class Engine:
     def _chunk_logits(self, size: int) -> np.ndarray:
         pending = self._dispatch_next(size)
         assert pending is not None, "an idle engine can always admit a request that passed its limits"
-        return jax.device_get(pending.result.logits)[: pending.step.num_tokens]
+        return self.runner.logits(pending.result, pending.step.num_tokens)
 
     def _recover(self, error: Exception) -> None:
         """Make the caches anew after a failed device call; open requests are computed again from the beginning.

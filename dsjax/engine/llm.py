@@ -19,6 +19,7 @@ import numpy as np
 
 from dsjax.checkpoint.resolve import resolve_model
 from dsjax.engine.core import Engine
+from dsjax.engine.logprobs import TokenLogprobs
 from dsjax.engine.options import EngineOptions
 from dsjax.engine.request import Request
 from dsjax.engine.sampling_params import SamplingParams
@@ -35,21 +36,34 @@ Prompt = str | Sequence[Token] | Array
 
 @dataclass(frozen=True)
 class Completion:
-    """A finished answer. `text` is None for a checkpoint without tokenizer. `finish_reason`: "stop" or "length"."""
+    """A finished answer. `text` is None for a checkpoint without tokenizer. `finish_reason`: "stop" or "length".
+
+    `logprobs`: one per token of the answer, if asked for. `prompt_logprobs`: one per token of the prompt, if asked for;
+    the first, which nothing precedes, has None.
+    """
 
     prompt_token_ids: list[int]
     token_ids: list[int]
     text: str | None
     finish_reason: str
+    logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
 
 
 @dataclass(frozen=True)
 class Delta:
-    """A piece of an answer as it is made; `finish_reason` is set on the last one."""
+    """A piece of an answer as it is made; `finish_reason` is set on the last one.
+
+    `index`: which of the n answers. `logprobs`: one per token, if asked for. `prompt_logprobs`: as those of Completion,
+    on the first piece of each answer.
+    """
 
     token_ids: list[int]
     text: str | None
     finish_reason: str | None
+    index: int = 0
+    logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
 
 
 class LLM:
@@ -81,28 +95,29 @@ class LLM:
     ) -> list[Completion]:
         """Answer all `prompts` (text or token ids), batched. `params`: for all, or one each.
 
-        Every prompt is checked before any is started. Raises RequestError that names the prompt at fault.
+        The n answers to one prompt follow each other. Every prompt is checked before any is started. Raises
+        RequestError that names the prompt at fault.
         """
         batch = _as_batch(prompts)
         each = list(params) if isinstance(params, Sequence) else [_or_default(params)] * len(batch)
         if len(each) != len(batch) or not all(isinstance(one, SamplingParams) for one in each):
             raise RequestError(f"params must be SamplingParams, one for all or {len(batch)} of them.", param="params")
-        requests = [self._request(place, *pair) for place, pair in enumerate(zip(batch, each, strict=True))]
+        pairs = enumerate(zip(batch, each, strict=True))
+        requests = [request for place, pair in pairs for request in self._requests(place, *pair)]
         with self._alone():
             try:
                 for request in requests:
                     self._start(request)
                 return [self._complete(request) for request in requests]
             finally:
-                for request in requests:
-                    self._leave(request)
+                self._leave(requests)
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Generator[Delta]:
-        """Answer one prompt, piece by piece. Leaving the iterator early aborts the request."""
+        """Answer one prompt, piece by piece, the n answers side by side. Leaving the iterator early aborts them."""
         params = _or_default(params)
         if not isinstance(params, SamplingParams):
             raise RequestError(f"params is {params!r}, expected SamplingParams.", param="params")
-        return self._run(self._request(0, prompt, params))
+        return self._run(self._requests(0, prompt, params))
 
     def logits(self, token_ids: Sequence[Token] | Array, chunk_tokens: int | Sequence[int] | None = None) -> np.ndarray:
         """Logits after every token of `token_ids`, float32 [len(token_ids), V]: see Engine.logits."""
@@ -137,20 +152,22 @@ class LLM:
             self._abort_left()
             self._at_work.release()
 
-    def _request(self, place: int, prompt: Prompt, params: SamplingParams) -> Request:
+    def _requests(self, place: int, prompt: Prompt, params: SamplingParams) -> list[Request]:
+        """A request for each answer to the prompt at `place`."""
         limits = self.engine.limits
         try:
             is_text = isinstance(prompt, str)
             ids = encode_prompt(prompt, self.tokenizer, limits.max_model_len) if is_text else _as_ids(prompt)
-            return Request.create(f"llm-{next(self._numbers)}", ids, params, limits)
+            return [Request.create(f"llm-{next(self._numbers)}", ids, one, limits) for one in params.answers()]
         except RequestError as error:
             raise RequestError(f"Prompt {place}: {error}", param=error.param) from None
 
-    def _run(self, request: Request) -> Generator[Delta]:
+    def _run(self, requests: list[Request]) -> Generator[Delta]:
         try:
             with self._alone():
-                self._start(request)
-            deltas = self._deltas(request)
+                for request in requests:
+                    self._start(request)
+            deltas = self._deltas(requests)
             while True:
                 with self._alone():
                     delta = next(deltas, None)
@@ -158,7 +175,7 @@ class LLM:
                     return
                 yield delta
         finally:
-            self._leave(request)
+            self._leave(requests)
 
     def _start(self, request: Request) -> None:
         self.engine.add(request)
@@ -167,19 +184,41 @@ class LLM:
             self._streams[request.id] = self.tokenizer.stream()
 
     def _complete(self, request: Request) -> Completion:
-        deltas = list(self._deltas(request))
+        deltas = list(self._deltas([request]))
         text = None if self.tokenizer is None else "".join(delta.text or "" for delta in deltas)
-        return Completion(request.prompt, request.outputs, text, deltas[-1].finish_reason or "")
+        logprobs = None
+        if request.params.logprobs is not None:
+            logprobs = [one for delta in deltas for one in delta.logprobs or ()]
+        return Completion(
+            request.prompt,
+            request.outputs,
+            text,
+            deltas[-1].finish_reason or "",
+            logprobs,
+            deltas[0].prompt_logprobs,
+        )
 
-    def _deltas(self, request: Request) -> Generator[Delta]:
-        """Step the engine until `request` has ended; other requests' answers are kept for whoever waits for them."""
-        finished = False
-        while not finished:
-            while not self._updates[request.id]:
+    def _deltas(self, requests: list[Request]) -> Generator[Delta]:
+        """Step the engine until `requests` have ended; other requests' answers are kept for whoever waits for them."""
+        unfinished, begun = dict(enumerate(requests)), set()
+        while unfinished:
+            ready = [index for index, request in unfinished.items() if self._updates[request.id]]
+            if not ready:
                 self._step()
-            update = self._updates[request.id].popleft()
-            finished = update.finish_reason is not None
-            yield Delta(update.tokens, self._text(request, update.tokens, finished), update.finish_reason)
+            for index in ready:
+                update = self._updates[requests[index].id].popleft()
+                yield self._delta(index, update, is_first=index not in begun)
+                begun.add(index)
+                if update.finish_reason is not None:
+                    del unfinished[index]
+
+    def _delta(self, index: int, update: Update, is_first: bool) -> Delta:
+        request, is_last = update.request, update.finish_reason is not None
+        prompt_logprobs = None
+        if is_first and request.params.prompt_logprobs is not None:
+            prompt_logprobs = [None, *request.prompt_logprobs]
+        text = None if self.tokenizer is None else self._streams[request.id].push(update.tokens, is_last)
+        return Delta(update.tokens, text, update.finish_reason, index, update.logprobs, prompt_logprobs)
 
     def _step(self) -> None:
         if not self.engine.has_work:
@@ -188,15 +227,12 @@ class LLM:
             if update.request.id in self._updates:
                 self._updates[update.request.id].append(update)
 
-    def _text(self, request: Request, tokens: list[int], last: bool) -> str | None:
-        return None if self.tokenizer is None else self._streams[request.id].push(tokens, last)
-
-    def _leave(self, request: Request) -> None:
-        """Nobody waits for `request` any more: abort it, at once or when whoever uses the engine is done.
+    def _leave(self, requests: list[Request]) -> None:
+        """Nobody waits for `requests` any more: abort them, at once or when whoever uses the engine is done.
 
         A stream may be left at any moment, from any thread: that is when Python finds that nobody holds it.
         """
-        self._left.append(request.id)
+        self._left.extend(request.id for request in requests)
         with suppress(ConcurrentUseError), self._alone():
             pass
 

@@ -8,32 +8,35 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 
 from dsjax.aot.compile import count_compiles, keep_executables
 from dsjax.aot.ladders import pick
-from dsjax.aot.planner import ProgramKey, body_shape
+from dsjax.aot.planner import ProgramKey, body_shape, constraint_shape
 from dsjax.cache.kinds import PageKind
 from dsjax.checkpoint.load import load_weights, random_weights
 from dsjax.config import ModelConfig
 from dsjax.engine.blueprint import Blueprint
-from dsjax.engine.logprobs import Picked
+from dsjax.engine.logprobs import Picked, TokenLogprobs
 from dsjax.engine.options import EngineOptions, executables_folder
-from dsjax.engine.packing import pack_rows, pack_step
+from dsjax.engine.packing import pack_constraints, pack_rows, pack_step
 from dsjax.engine.request import Limits
-from dsjax.engine.scheduled import Pick, Step
+from dsjax.engine.scheduled import Admission, Pick, Step
 from dsjax.errors import OptionError
 from dsjax.segments import Executor, allocate
+from dsjax.step.logprobs import Logprobs
 
 
 class StepResult(NamedTuple):
     """What a step leaves on the device.
 
-    `hidden` is there for every step. `tokens` int32 [R] and `logits` float32 [R, V] are None if nothing was sampled.
+    `hidden` [B, D] is there for every step. `tokens` int32 [R] is None if the step has no picks, `logprobs` if none of
+    them asks for any.
     """
 
     hidden: jax.Array
     tokens: jax.Array | None = None
-    logits: jax.Array | None = None
+    logprobs: Logprobs | None = None
 
 
 @dataclass
@@ -81,14 +84,12 @@ class Runner:
     def dispatch(self, step: Step) -> StepResult:
         """Enqueue `step`; returns at once."""
         if step.admitted:
-            set_rows = self.programs[ProgramKey("set_rows", self.rows)]
-            for packed in pack_rows(step.admitted, self.rows, self.kinds):
-                self.executor.run(set_rows, {"packed": packed})
+            self._set_up(step.admitted)
         key = self._body(step)
         packed = pack_step(step, body_shape(key, self.rows), self.kinds)
         body = self.executor.run(self.programs[key], {"packed": packed})
         self._count(key, step)
-        return self._sample(body, len(step.picks)) if step.picks else StepResult(body["hidden"])
+        return self._sample(body, step.picks) if step.picks else StepResult(body["hidden"])
 
     def read(self, result: StepResult, picks: Sequence[Pick]) -> list[Picked]:
         """What the tail gave for `picks`, on the host, once the step is over.
@@ -98,7 +99,17 @@ class Runner:
         if result.tokens is None:
             result.hidden.block_until_ready()  # else a long prefill would be enqueued as a whole
             return []
-        return [Picked(token, None) for token in jax.device_get(result.tokens)[: len(picks)].tolist()]
+        tokens = jax.device_get(result.tokens)[: len(picks)].tolist()
+        if result.logprobs is None:
+            return [Picked(token, None) for token in tokens]
+        chosen, top_ids, top = (values.tolist() for values in jax.device_get(result.logprobs))
+        places = zip(picks, tokens, chosen, top_ids, top, strict=False)
+        return [Picked(token, _token_logprobs(pick, *logprobs)) for pick, token, *logprobs in places]
+
+    def logits(self, result: StepResult, count: int) -> np.ndarray:
+        """Logits float32 [count, V] at the first picks of a step. Waits for the device, so serving never calls it."""
+        program = self.programs[ProgramKey("logits", self.rows)]
+        return jax.device_get(self.executor.run(program, {"hidden": result.hidden})["logits"])[:count]
 
     def renew_state(self) -> None:
         """Make caches and row state anew, after a failed call may have lost them. May raise JaxRuntimeError."""
@@ -115,19 +126,44 @@ class Runner:
             return ProgramKey("decode", pick(self.buckets.decode, step.num_tokens))
         return ProgramKey("mixed", pick(self.buckets.tokens, step.num_tokens))
 
-    def _sample(self, body: dict[str, Any], count: int) -> StepResult:
-        key = ProgramKey("tail", pick(self.buckets.tails, count))
+    def _set_up(self, admitted: Sequence[Admission]) -> None:
+        """Enqueue what sets up the rows of newly admitted requests."""
+        set_rows = self.programs[ProgramKey("set_rows", self.rows)]
+        for packed in pack_rows(admitted, self.rows, self.kinds):
+            self.executor.run(set_rows, {"packed": packed})
+        set_constraints, config = self.programs[ProgramKey("set_constraints", 1)], self.blueprint.model.config
+        for request in (admission.request for admission in admitted):
+            if request.params.has_constraints:
+                for packed in pack_constraints(request, constraint_shape(config), config.eos_token_ids):
+                    self.executor.run(set_constraints, {"packed": packed})
+
+    def _sample(self, body: dict[str, Any], picks: Sequence[Pick]) -> StepResult:
+        key = ProgramKey("tail", pick(self.buckets.tails, len(picks)))
         tail = self.executor.run(self.programs[key], {name: body[name] for name in ("hidden", "samples")})
-        with jax.transfer_guard_device_to_host("allow"):  # it only starts the copy
-            tail["tokens"].copy_to_host_async()
+        with_logprobs = any(_wanted_logprobs(pick) is not None for pick in picks)
+        result = StepResult(body["hidden"], tail["tokens"], tail["logprobs"] if with_logprobs else None)
+        with jax.transfer_guard_device_to_host("allow"):  # it only starts the copies
+            for values in jax.tree.leaves((result.tokens, result.logprobs)):
+                values.copy_to_host_async()
         self.counts.programs[str(key)] += 1
-        return StepResult(body["hidden"], tail["tokens"], tail["logits"])
+        return result
 
     def _count(self, key: ProgramKey, step: Step) -> None:
         self.counts.programs[str(key)] += 1
         self.counts.tokens += step.num_tokens
         self.counts.prefill_tokens += step.num_tokens - step.num_decode
         self.counts.padding += key.bucket - step.num_tokens
+
+
+def _wanted_logprobs(pick: Pick) -> int | None:
+    """How many of the likeliest tokens the request of `pick` asks for there; None for no logprobs at all."""
+    params = pick.request.params
+    return params.logprobs if pick.target is None else params.prompt_logprobs
+
+
+def _token_logprobs(pick: Pick, chosen: float, top_ids: Sequence[int], top: Sequence[float]) -> TokenLogprobs | None:
+    wanted = _wanted_logprobs(pick)
+    return None if wanted is None else TokenLogprobs(chosen, list(zip(top_ids, top, strict=True))[:wanted])
 
 
 @contextmanager

@@ -1,7 +1,7 @@
 """Sampling parameters: what a request may ask of the sampler. No JAX here: the HTTP process uses this module too."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from numbers import Integral, Real
 from typing import Any
 
@@ -33,9 +33,9 @@ class SamplingParams:
     occurrence; `repetition_penalty` divides positive logits, and multiplies negative ones, of all tokens in prompt and
     answer (1 is off). `logit_bias` adds to the logits of token ids; `allowed_token_ids` excludes all others.
 
-    `n` answers to the same prompt. `logprobs` asks for the log-probability of each sampled token, and for that many of
-    the likeliest tokens (0: none) at its place; `prompt_logprobs` for the same of the prompt's tokens. Both are of the
-    model's own distribution, before any of the above.
+    `n` answers to the same prompt; the i-th has the seed `seed` + i. `logprobs` asks for the log-probability of each
+    sampled token, and for that many of the likeliest tokens (0: none) at its place; `prompt_logprobs` for the same of
+    the prompt's tokens. Both are of the model's own distribution, before any of the above.
     """
 
     temperature: float = 1.0
@@ -61,6 +61,23 @@ class SamplingParams:
         self._check_ids()
         if self.max_tokens is not None:
             self._check_min_tokens(self.max_tokens)
+
+    def answers(self) -> list["SamplingParams"]:
+        """The parameters of each of the n answers, as requests of their own; a given seed is counted up."""
+        if self.n == 1:
+            return [self]
+        seeds = [None if self.seed is None else _wrapped(self.seed + index) for index in range(self.n)]
+        return [replace(self, n=1, seed=seed) for seed in seeds]
+
+    @property
+    def has_constraints(self) -> bool:
+        """Whether logits are changed by more than the numbers of temperature and cuts."""
+        additive = self.presence_penalty or self.frequency_penalty or self.logit_bias or self.min_tokens
+        return bool(additive) or self.repetition_penalty != 1 or self.allowed_token_ids is not None
+
+    def end_ids(self, eos_token_ids: Iterable[int]) -> list[int]:
+        """The tokens that end an answer, given those of the model."""
+        return [*self.stop_token_ids, *(() if self.ignore_eos else eos_token_ids)]
 
     def check_fits(self, vocab_size: int, max_tokens: int) -> None:
         """Raise RequestError unless all ids are in the vocabulary and min_tokens is within the resolved max_tokens."""
@@ -123,6 +140,11 @@ class SamplingParams:
                 f"min_tokens is {self.min_tokens}, but the answer may have {max_tokens} tokens at most.",
                 param="min_tokens",
             )
+
+
+def _wrapped(seed: int) -> int:
+    """`seed` as a signed 64-bit integer, counting on from the smallest after the largest."""
+    return (seed + 2**63) % 2**64 - 2**63
 
 
 def _is_number(value: Any, kind: type) -> bool:

@@ -41,13 +41,15 @@ class SampleInputs(NamedTuple):
     """Which tokens are followed by a sample in this step; int32 [B] each, in the host's order, unused places last.
 
     `tokens`: index of the token. `rows`: its row, B where unused. `last_rows`: its row if it is the last one sampled
-    for that row, else B. `positions`: position of the sampled token.
+    for that row, else B. `positions`: position of the sampled token. `targets`: NONE, or the known token there, which
+    is scored and not sampled.
     """
 
     tokens: jax.Array
     rows: jax.Array
     last_rows: jax.Array
     positions: jax.Array
+    targets: jax.Array
 
 
 class Prepare(nnx.Module):
@@ -86,11 +88,13 @@ class Prepare(nnx.Module):
         none = self.shape.rows
         of_sample = jnp.where(fields["sample_tokens"] != NONE, rows[tokens], none)
         followed = jnp.append(of_sample[1:], none) == of_sample
-        return SampleInputs(tokens, of_sample, jnp.where(followed, none, of_sample), positions[tokens] + 1)
+        targets = fields["sample_targets"]
+        last = jnp.where(followed | (targets != NONE), none, of_sample)
+        return SampleInputs(tokens, of_sample, last, positions[tokens] + 1, targets)
 
 
 def add_pages(table: jax.Array, new_pages: jax.Array) -> jax.Array:
-    """The page table [B, N] with `new_pages` int32 [n, 3] (row, place, page id; row -1: unused) written into it."""
+    """The page table [B, n] with `new_pages` [m, 3] entered: row (negative: unused), place, page id."""
     row, place, page = new_pages.T
     return table.at[jnp.where(row < 0, table.shape[0], row), place].set(page, mode="drop")
 

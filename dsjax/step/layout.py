@@ -4,13 +4,14 @@ Shared by the host, which packs with NumPy, and the device, which unpacks inside
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from dsjax.cache.kinds import PageKind
+from dsjax.engine.sampling_params import MAX_BIASED_IDS
 
 NONE = -1  # fills unused places: no row, no token
 CACHED_PAGES_PER_CALL = 512  # page-table entries that one call of set_rows can write, per kind
@@ -60,12 +61,28 @@ class StepShape:
         return min(self.tokens, self.rows)
 
 
-def step_layout(shape: StepShape, kinds: tuple[PageKind, ...]) -> Layout:
+@dataclass(frozen=True)
+class ConstraintShape:
+    """The static sizes of one row's constraints: the vocabulary, and places for the ids that may end an answer."""
+
+    vocab_size: int
+    stop_ids: int
+    biased_ids: int = MAX_BIASED_IDS
+    history: int = 1024  # distinct output ids that one call of set_constraints takes
+
+    @property
+    def words(self) -> int:
+        """Words of 32 bits, one bit for each token of the vocabulary."""
+        return -(-self.vocab_size // 32)
+
+
+def step_layout(shape: StepShape, kinds: Sequence[PageKind]) -> Layout:
     """Fields of one step.
 
     num_decode [1]: how many leading tokens are decode tokens. token_ids, token_rows, token_positions [T].
-    sample_tokens [B]: indices of the tokens whose successor is sampled. chunks [B, 4]: row, first token, length, first
-    position of each prefill chunk. new_pages.<kind> [n, 3]: row, place in its table, page id.
+    sample_tokens [B]: indices of the tokens whose successor is sampled, or known and only scored: sample_targets [B]
+    has the known ones, NONE for the others. chunks [B, 4]: row, first token, length, first position of each prefill
+    chunk. new_pages.<kind> [n, 3]: row, place in its table, page id.
     """
     tokens, rows = shape.tokens, shape.rows
     fields: list[tuple[str, tuple[int, ...]]] = [
@@ -74,6 +91,7 @@ def step_layout(shape: StepShape, kinds: tuple[PageKind, ...]) -> Layout:
         ("token_rows", (tokens,)),
         ("token_positions", (tokens,)),
         ("sample_tokens", (rows,)),
+        ("sample_targets", (rows,)),
     ]
     if shape.has_prefill:
         fields.append(("chunks", (rows, 4)))
@@ -81,12 +99,46 @@ def step_layout(shape: StepShape, kinds: tuple[PageKind, ...]) -> Layout:
     return Layout(tuple(fields))
 
 
-def row_layout(rows: int, kinds: tuple[PageKind, ...]) -> Layout:
+def row_layout(rows: int, kinds: Sequence[PageKind]) -> Layout:
     """Fields that set rows up for new requests.
 
-    row [B], and the sampling parameters of each (floats as their bits). pages.<kind> [n, 3]: row, place in its table,
-    page id of pages that were found in the cache.
+    row [B], and for each the fields of the device's SamplingState (floats as their bits). pages.<kind> [n, 3]: row,
+    place in its table, page id of pages that were found in the cache.
     """
-    names = ("row", "temperature", "top_k", "top_p", "seed_low", "seed_high")
+    names = (
+        "row",
+        "temperature",
+        "top_k",
+        "top_p",
+        "min_p",
+        "presence_penalty",
+        "frequency_penalty",
+        "repetition_penalty",
+        "stop_from",
+        "has_bias",
+        "has_mask",
+        "logprobs",
+        "prompt_logprobs",
+    )
     pages = [(f"pages.{kind.name}", (CACHED_PAGES_PER_CALL, 3)) for kind in kinds]
-    return Layout((*((name, (rows,)) for name in names), *pages))
+    return Layout((*((name, (rows,)) for name in names), ("seeds", (rows, 2)), *pages))
+
+
+def constraint_layout(shape: ConstraintShape) -> Layout:
+    """Fields that set one row's constraints: row [1], then those of the device's Constraints for it.
+
+    output_ids, output_counts: tokens that the row has produced before. is_first [1]: 1 clears earlier counts.
+    """
+    return Layout(
+        (
+            ("row", (1,)),
+            ("is_first", (1,)),
+            ("stop_ids", (shape.stop_ids,)),
+            ("bias_ids", (shape.biased_ids,)),
+            ("biases", (shape.biased_ids,)),
+            ("allowed", (shape.words,)),
+            ("prompt", (shape.words,)),
+            ("output_ids", (shape.history,)),
+            ("output_counts", (shape.history,)),
+        )
+    )

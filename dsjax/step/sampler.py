@@ -1,93 +1,119 @@
-"""The sampler: the last pieces of a step, on the device.
+"""The sampler: the last piece of a step, on the device.
 
 Randomness is keyed by (the request's seed, the position of the sampled token), so a request draws the same noise in
 whatever batch it runs, and however its prompt was cut into chunks.
 """
-
-from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from dsjax.cache.kinds import PageKind
-from dsjax.step.inputs import SampleInputs, add_pages
-from dsjax.step.layout import row_layout
-
-
-class SamplingState(NamedTuple):
-    """Sampling parameters of every row, on the device, [B] each.
-
-    `temperature` float32, 0 is greedy. `top_k` int32, 0 is off. `top_p` float32, 1 is off. `seeds` uint32 [B, 2].
-    """
-
-    temperature: jax.Array
-    top_k: jax.Array
-    top_p: jax.Array
-    seeds: jax.Array
-
-    @classmethod
-    def empty(cls, rows: int) -> "SamplingState":
-        """Abstract parameters of `rows` rows."""
-        shapes = ((rows,), jnp.float32), ((rows,), jnp.int32), ((rows,), jnp.float32), ((rows, 2), jnp.uint32)
-        abstract: Any = [jax.ShapeDtypeStruct(*shape) for shape in shapes]
-        return cls(*abstract)
-
-
-class SetRows(nnx.Module):
-    """Sets rows up for new requests: their sampling parameters, and the pages of their prefixes that were cached."""
-
-    gives = ("sampling", "page_tables")
-
-    def __init__(self, rows: int, kinds: tuple[PageKind, ...]):
-        self.rows, self.kinds = rows, kinds
-
-    def __call__(self, packed: jax.Array, sampling: SamplingState, page_tables: dict):
-        fields = row_layout(self.rows, self.kinds).unpack(packed)
-        tables = {kind.name: add_pages(page_tables[kind.name], fields[f"pages.{kind.name}"]) for kind in self.kinds}
-        rows = jnp.where(fields["row"] < 0, self.rows, fields["row"])
-        seeds = jnp.stack([fields["seed_low"], fields["seed_high"]], axis=1)
-        new = SamplingState(
-            temperature=lax.bitcast_convert_type(fields["temperature"], jnp.float32),
-            top_k=fields["top_k"],
-            top_p=lax.bitcast_convert_type(fields["top_p"], jnp.float32),
-            seeds=lax.bitcast_convert_type(seeds, jnp.uint32),
-        )
-        return jax.tree.map(lambda old, value: old.at[rows].set(value, mode="drop"), sampling, new), tables
+from dsjax.step.adjust import adjust, wants_change, where_any
+from dsjax.step.inputs import SampleInputs
+from dsjax.step.logprobs import token_logprobs
+from dsjax.step.sampling_state import Constraints, SamplingState
 
 
 class Sample(nnx.Module):
-    """logits float32 [R, V] -> the next token of each sampling row, int32 [R], remembered in last_tokens [B]."""
+    """logits float32 [R, V] -> `tokens` int32 [R] and their `logprobs`, of the first R places that sample.
 
-    gives = ("last_tokens", "tokens")
-
-    def __call__(self, logits: jax.Array, samples: SampleInputs, sampling: SamplingState, last_tokens: jax.Array):
-        count = logits.shape[0]
-        rows, positions = samples.rows[:count], samples.positions[:count]
-        own = jax.tree.map(lambda values: values[jnp.minimum(rows, values.shape[0] - 1)], sampling)
-        random = (rows < last_tokens.shape[0]) & (own.temperature > 0)
-        greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)
-        tokens = lax.cond(
-            random.any(), lambda: jnp.where(random, sample(logits, own, positions), greedy), lambda: greedy
-        )
-        return last_tokens.at[samples.last_rows[:count]].set(tokens, mode="drop"), tokens
-
-
-def sample(logits: jax.Array, sampling: SamplingState, positions: jax.Array) -> jax.Array:
-    """Draw one token per row from softmax(logits / temperature) cut to top-k, then to top-p: int32 [R].
-
-    The cuts keep the k likeliest tokens, then the fewest of those whose probabilities (renormalised) reach top_p;
-    tokens that tie with the last one kept are kept too. The draw is Gumbel-max.
+    A token sampled last for its row is remembered in last_tokens [B] and, for rows with penalties, counted in
+    output_counts [B, V]; both are donated. Places with a target give that token, and change nothing.
     """
-    scaled = logits / jnp.where(sampling.temperature > 0, sampling.temperature, 1.0)[:, None]
-    vocabulary = logits.shape[1]
-    top_k = jnp.where(sampling.top_k > 0, sampling.top_k, vocabulary).astype(jnp.float32)
-    scaled = keep_heaviest(scaled, jnp.ones_like(scaled), top_k)
-    top_p = jnp.where(sampling.top_p < 1, sampling.top_p, jnp.inf)
-    scaled = keep_heaviest(scaled, jax.nn.softmax(scaled), top_p)
-    noise = jax.vmap(lambda seed, position: _gumbel(seed, position, vocabulary))(sampling.seeds, positions)
-    return jnp.argmax(scaled + noise, axis=-1).astype(jnp.int32)
+
+    gives = ("last_tokens", "output_counts", "tokens", "logprobs")
+
+    def __call__(
+        self,
+        logits: jax.Array,
+        samples: SampleInputs,
+        sampling: SamplingState,
+        constraints: Constraints,
+        output_counts: jax.Array,
+        last_tokens: jax.Array,
+    ):
+        places = jax.tree.map(lambda values: values[: logits.shape[0]], samples)
+        total = last_tokens.shape[0]
+        used, scored = places.rows < total, places.targets >= 0
+        rows = jnp.minimum(places.rows, total - 1)
+        own = jax.tree.map(lambda values: values[rows], sampling)
+        drawn = neutral_unless(used & ~scored, own)
+        chosen = choose(logits, rows, places.positions, drawn, constraints, output_counts)
+        tokens = jnp.where(scored, places.targets, chosen)
+        counted = jnp.where(drawn.has_penalties, places.last_rows, total)
+        wanted = jnp.where(used, jnp.where(scored, own.prompt_logprobs, own.logprobs), -1)
+        return (
+            last_tokens.at[places.last_rows].set(tokens, mode="drop"),
+            output_counts.at[counted, tokens].add(1, mode="drop"),
+            tokens,
+            token_logprobs(logits, tokens, wanted),
+        )
+
+
+def neutral_unless(drawn: jax.Array, own: SamplingState) -> SamplingState:
+    """`own` where `drawn` bool [R]; elsewhere parameters that ask for nothing, so that they cause no work."""
+    neutral = dict.fromkeys(SamplingState._fields, 0) | {"top_p": 1, "repetition_penalty": 1}
+    neutral |= {"logprobs": -1, "prompt_logprobs": -1}
+
+    def select(values: jax.Array, instead: int) -> jax.Array:
+        shape = (-1, *[1] * (values.ndim - 1))
+        return jnp.where(drawn.reshape(shape), values, jnp.asarray(instead, values.dtype))
+
+    return SamplingState(**{name: select(values, neutral[name]) for name, values in own._asdict().items()})
+
+
+def choose(
+    logits: jax.Array,
+    rows: jax.Array,
+    positions: jax.Array,
+    own: SamplingState,
+    constraints: Constraints,
+    output_counts: jax.Array,
+) -> jax.Array:
+    """The next token of each place: the likeliest at temperature 0, else a random one. int32 [R].
+
+    Arguments as those of `adjust`. A step of plain greedy requests pays one branch, and copies no logits.
+    """
+    changed, random = wants_change(own, positions), own.temperature > 0
+
+    def scaled(logits: jax.Array) -> jax.Array:
+        return logits / jnp.where(random, own.temperature, 1.0)[:, None]
+
+    def with_options() -> jax.Array:
+        final = lax.cond(
+            changed.any(),
+            lambda: scaled(adjust(logits, rows, positions, own, constraints, output_counts)),
+            lambda: scaled(logits),
+        )
+        greedy = _argmax(final)
+        return lax.cond(random.any(), lambda: jnp.where(random, sample(final, positions, own), greedy), lambda: greedy)
+
+    return lax.cond((changed | random).any(), with_options, lambda: _argmax(logits))
+
+
+def sample(scaled: jax.Array, positions: jax.Array, own: SamplingState) -> jax.Array:
+    """Draw one token per place from softmax(scaled [R, V]) cut by min_p, top_k and top_p: int32 [R].
+
+    The cuts keep the tokens at least min_p times as likely as the likeliest, then the k likeliest, then the fewest of
+    those whose probabilities (renormalised) reach top_p; tokens that tie with the last one kept are kept too. The draw
+    is Gumbel-max.
+    """
+    vocabulary = scaled.shape[1]
+    scaled = where_any(own.min_p > 0, lambda x: _cut_min_p(x, own.min_p), scaled)
+    scaled = where_any(own.top_k > 0, lambda x: keep_heaviest(x, jnp.ones_like(x), own.top_k), scaled)
+    scaled = where_any(own.top_p < 1, lambda x: keep_heaviest(x, jax.nn.softmax(x), own.top_p), scaled)
+    noise = jax.vmap(lambda seed, position: _gumbel(seed, position, vocabulary))(own.seeds, positions)
+    return _argmax(scaled + noise)
+
+
+def _argmax(values: jax.Array) -> jax.Array:
+    return jnp.argmax(values, axis=-1).astype(jnp.int32)
+
+
+def _cut_min_p(scaled: jax.Array, min_p: jax.Array) -> jax.Array:
+    least = scaled.max(axis=1, keepdims=True) + jnp.log(min_p)[:, None]
+    return jnp.where(scaled >= least, scaled, -jnp.inf)
 
 
 def keep_heaviest(values: jax.Array, weights: jax.Array, target: jax.Array) -> jax.Array:

@@ -57,7 +57,8 @@ def test_what_an_engine_cannot_serve_is_refused_when_the_request_is_made(params:
 
 def test_ids_are_kept_as_sorted_tuples_and_numpy_is_welcome():
     ids: Any = np.array([7, 3, 7])
-    params = SamplingParams(stop_token_ids=ids, allowed_token_ids=ids, logit_bias={ids[0]: np.float32(1)})
+    bias: Any = {ids[0]: np.float32(1)}
+    params = SamplingParams(stop_token_ids=ids, allowed_token_ids=ids, logit_bias=bias)
     assert params.stop_token_ids == params.allowed_token_ids == (3, 7)
     assert params == SamplingParams(stop_token_ids=(3, 7), allowed_token_ids=[3, 7], logit_bias={7: 1})
 

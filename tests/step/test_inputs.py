@@ -16,7 +16,7 @@ from dsjax.engine.request import Limits, Request
 from dsjax.engine.sampling_params import SamplingParams
 from dsjax.engine.scheduler import Scheduler
 from dsjax.step.inputs import NO_SLOT, Prepare
-from dsjax.step.layout import StepShape
+from dsjax.step.layout import NONE, StepShape
 
 ROWS, TOKENS = 4, 48
 KIND = PageKind("latent", ())
@@ -31,12 +31,16 @@ def prepare():
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.integers(1, 150), min_size=1, max_size=6), st.integers(5, TOKENS))
-def test_slots_lengths_chunks_and_samples(lengths: list[int], step_tokens: int):
-    """Every token gets the slot of its place in the row's pages; decode and prefill cover all tokens once."""
+def test_slots_lengths_chunks_and_picks(lengths: list[int], step_tokens: int):
+    """Every token gets the slot of its place in the row's pages; decode and prefill cover all tokens once.
+
+    Every other request has its prompt scored.
+    """
     scheduler = Scheduler([KIND], {"latent": 30}, ROWS, step_tokens, ())
     limits = Limits(vocab_size=1000, max_model_len=400, cache_tokens=1920)
     for i, length in enumerate(lengths):
-        scheduler.add(Request.create(str(i), [10 + i] * length, SamplingParams(max_tokens=3), limits))
+        params = SamplingParams(max_tokens=3, prompt_logprobs=0 if i % 2 else None)
+        scheduler.add(Request.create(str(i), [10 + i] * length, params, limits))
     tables, last = {"latent": jnp.zeros((ROWS, 7), jnp.int32)}, jnp.arange(900, 900 + ROWS)
     while (step := scheduler.schedule()) is not None:
         packed = pack_step(step, SHAPE, [KIND])
@@ -65,14 +69,15 @@ def check_tokens(step, inputs) -> None:
 
 
 def check_samples(step, samples) -> None:
-    ends = np.cumsum([chunk.length for chunk in step.chunks]) - 1
-    wanted = [
-        (int(end), chunk.request.row, chunk.start + chunk.length)
-        for chunk, end in zip(step.chunks, ends, strict=True)
-        if chunk.samples
-    ]
-    count = len(wanted)
-    found = zip(samples.tokens[:count], samples.rows[:count], samples.positions[:count], strict=True)
-    assert [tuple(map(int, one)) for one in found] == wanted
-    np.testing.assert_array_equal(samples.last_rows, samples.rows)
+    """Each pick stands behind its token; only sampled tokens become the last one of their row."""
+    rows = [chunk.request.row for chunk in step.chunks for _ in range(chunk.length)]
+    positions = [chunk.start + i for chunk in step.chunks for i in range(chunk.length)]
+    count = len(step.picks)
+    for place, pick in enumerate(step.picks):
+        assert samples.tokens[place] == pick.token
+        assert samples.rows[place] == rows[pick.token] == pick.request.row
+        assert samples.positions[place] == positions[pick.token] + 1
+        assert samples.targets[place] == (NONE if pick.target is None else pick.target)
+        assert samples.last_rows[place] == (pick.request.row if pick.target is None else ROWS)
     assert (np.asarray(samples.rows[count:]) == ROWS).all()
+    assert (np.asarray(samples.last_rows[count:]) == ROWS).all()
