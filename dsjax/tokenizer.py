@@ -15,6 +15,16 @@ from tokenizers.pre_tokenizers import ByteLevel
 from dsjax.errors import CheckpointError, RequestError
 
 
+def _byte_alphabet() -> dict[str, int]:
+    """GPT-2's byte-level alphabet: printable characters stand for their own byte, U+0100 and later for the others."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
+
+
+_BYTE_OF = _byte_alphabet()
+
+
 class TextStream:
     """Turns output tokens into text as they come, never splitting a character."""
 
@@ -39,6 +49,8 @@ class Tokenizer:
         fast.no_truncation()
         fast.no_padding()
         self._fast = fast
+        self._added = fast.get_added_tokens_decoder()
+        self._is_byte_level = any(part["type"] == "ByteLevel" for part in _parts(fast.decoder))
         self._longest_token_bytes = _longest_token_bytes(fast)
         self._tokens = {name: _token_text(config.get(name)) for name in ("bos_token", "eos_token")}
         self._bos_id = fast.token_to_id(self._tokens["bos_token"]) if config.get("add_bos_token") else None
@@ -90,9 +102,17 @@ class Tokenizer:
                 param="prompt",
             )
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """Text of `ids`, without special tokens."""
-        return self._fast.decode(list(ids), skip_special_tokens=True)
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Text of `ids`, without special tokens unless those are asked for."""
+        return self._fast.decode(list(ids), skip_special_tokens=skip_special_tokens)
+
+    def token_bytes(self, token: int) -> bytes:
+        """The bytes that a token stands for, a special one for its name; none for ids that the tokenizer lacks."""
+        if token in self._added:
+            return self._added[token].content.encode()
+        if self._is_byte_level:
+            return bytes(_BYTE_OF[character] for character in self._fast.id_to_token(token) or "")
+        return self._fast.decode([token], skip_special_tokens=False).encode()
 
     def stream(self) -> TextStream:
         """A decoder for the tokens of one answer."""
@@ -149,11 +169,11 @@ def _longest_token_bytes(fast: FastTokenizer) -> int | None:
 
 
 def _parts(component: Any) -> list[dict[str, Any]]:
-    """The steps of a tokenizer's normalizer or pre-tokenizer, as tokenizer.json describes them."""
+    """The steps of a tokenizer's normalizer, pre-tokenizer or decoder, as tokenizer.json describes them."""
     if component is None:
         return []
     state = json.loads(component.__getstate__())
-    return state.get("normalizers", state.get("pretokenizers", [state]))
+    return next((state[key] for key in ("normalizers", "pretokenizers", "decoders") if key in state), [state])
 
 
 def _environment() -> jinja2.Environment:

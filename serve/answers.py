@@ -3,81 +3,157 @@
 import logging
 import time
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
+from dsjax.engine.logprobs import TokenLogprobs
 from dsjax.engine.request import Request
 from dsjax.errors import DsjaxError
 from dsjax.serve.context import Context
-from dsjax.serve.messages import TokenBatch
-from dsjax.serve.protocol import Usage
+from dsjax.serve.echo import Echo
+from dsjax.serve.messages import PromptResult, TokenBatch
+from dsjax.serve.responses import PromptTokensDetails, Usage
 from dsjax.tokenizer import TextStream
 
 logger = logging.getLogger("dsjax")
 
 
-@dataclass(frozen=True)
-class Delta:
-    """A piece of the answer to prompt `index`; `finish_reason` is set on the last one."""
+class Token(NamedTuple):
+    """A token of an answer or a prompt. `offset`: how many characters of the text come before it.
+
+    `logprobs` is None if they were not asked for, and for the first token of a prompt.
+    """
+
+    id: int
+    offset: int
+    logprobs: TokenLogprobs | None
+
+
+@dataclass
+class Piece:
+    """A piece of answer `index`, or all of it; with an echo the prompt is the beginning of the answer.
+
+    `prompt`: the tokens of the prompt, on the first piece, if their log-probabilities were asked for. `finish_reason`
+    is set on the last one.
+    """
 
     index: int
-    text: str
-    finish_reason: str | None
+    text: str = ""
+    tokens: list[Token] = field(default_factory=list)
+    prompt: list[Token] | None = None
+    finish_reason: str | None = None
+
+    def extend(self, following: "Piece") -> None:
+        """Append the next piece of the same answer."""
+        self.text += following.text
+        self.tokens += following.tokens
+        self.prompt = self.prompt or following.prompt
+        self.finish_reason = following.finish_reason
 
 
 @dataclass
 class _Answer:
-    """One answer so far. `text` is None for a model without tokenizer."""
+    """One answer so far. `stream` is None for a model without tokenizer. `characters`: of its text."""
 
+    index: int
     request: Request
-    text: TextStream | None
+    stream: TextStream | None
+    echo: Echo | None = None
+    characters: int = 0
     output_tokens: int = 0
+    cached_tokens: int = 0
     finish_reason: str | None = None
 
-    def take(self, batch: TokenBatch) -> str:
-        """The text that the tokens of `batch` complete."""
+    def take(self, batch: TokenBatch) -> Piece:
+        """What `batch` adds to the answer."""
+        piece = Piece(self.index, finish_reason=batch.finish_reason)
+        if batch.prompt is not None:
+            self._begin(piece, batch.prompt)
+        logprobs = batch.logprobs or [None] * len(batch.token_ids)
+        for token, one in zip(batch.token_ids, logprobs, strict=True):
+            piece.tokens.append(Token(token, self.characters, one))
+            self._add_text(piece, [token])
+        if batch.finish_reason is not None:
+            self._add_text(piece, [], last=True)
         self.output_tokens += len(batch.token_ids)
-        if self.text is None:
-            return ""
-        return self.text.push(batch.token_ids, last=batch.finish_reason is not None)
+        return piece
+
+    def _begin(self, piece: Piece, result: PromptResult) -> None:
+        self.cached_tokens = result.cached_tokens
+        tokens = self._prompt_tokens(result.logprobs or [])
+        if self.request.params.prompt_logprobs is not None:
+            piece.prompt = tokens
+        if self.echo is not None:
+            piece.text, piece.tokens = self.echo.text, list(tokens)
+            self.characters = len(self.echo.text)
+
+    def _prompt_tokens(self, logprobs: list[TokenLogprobs]) -> list[Token]:
+        ids = self.request.prompt
+        offsets = self.echo.offsets if self.echo is not None else [0] * len(ids)
+        missing = len(ids) - 1 - len(logprobs)
+        return list(map(Token, ids, offsets, [None, *logprobs, *[None] * missing]))
+
+    def _add_text(self, piece: Piece, tokens: list[int], last: bool = False) -> None:
+        if self.stream is not None:
+            text = self.stream.push(tokens, last)
+            piece.text += text
+            self.characters += len(text)
 
 
 class Answers:
     """Starts `requests` and gives their answers piece by piece. Always `close` it: that aborts what has not ended.
 
+    Each prompt has `per_prompt` requests in a row. `echoes`: one per request, for answers that begin with the prompt.
     Raises EngineDeadError, DuplicateRequestError or RequestError, at once or while it is iterated.
     """
 
-    def __init__(self, context: Context, requests: Sequence[Request]):
+    def __init__(
+        self, context: Context, requests: Sequence[Request], per_prompt: int = 1, echoes: Sequence[Echo] | None = None
+    ):
         tokenizer = context.tokenizer
-        self._answers = [_Answer(request, tokenizer.stream() if tokenizer else None) for request in requests]
+        self._per_prompt = per_prompt
+        self._answers = [
+            _Answer(index, request, tokenizer.stream() if tokenizer else None, echoes[index] if echoes else None)
+            for index, request in enumerate(requests)
+        ]
         self._begin = time.monotonic()
         self._group = context.engine.open(requests)
 
-    async def __aiter__(self) -> AsyncIterator[Delta]:
+    def __len__(self) -> int:
+        return len(self._answers)
+
+    async def __aiter__(self) -> AsyncIterator[Piece]:
         try:
             async for index, batch in self._group:
                 answer = self._answers[index]
-                text = answer.take(batch)
+                piece = answer.take(batch)
                 if batch.finish_reason is not None:
                     self._end(answer, batch.finish_reason)
-                yield Delta(index, text, batch.finish_reason)
+                yield piece
         except DsjaxError:
             self._end_all("error")
             raise
 
-    async def texts(self) -> list[tuple[str, str]]:
-        """Text and finish reason of each answer, once all are complete."""
-        pieces: list[list[str]] = [[] for _ in self._answers]
-        async for delta in self:
-            pieces[delta.index].append(delta.text)
-        return [("".join(each), answer.finish_reason or "") for each, answer in zip(pieces, self._answers, strict=True)]
+    async def whole(self) -> list[Piece]:
+        """Each answer in one piece, once all are complete."""
+        answers = [Piece(index) for index in range(len(self))]
+        async for piece in self:
+            answers[piece.index].extend(piece)
+        return answers
 
     @property
     def usage(self) -> Usage:
-        """Token counts so far."""
-        prompt = sum(len(answer.request.prompt) for answer in self._answers)
+        """Token counts so far; a prompt counts once, however many answers it has."""
+        first_of_each = self._answers[:: self._per_prompt]
+        prompt = sum(len(answer.request.prompt) for answer in first_of_each)
         completion = sum(answer.output_tokens for answer in self._answers)
-        return Usage(prompt_tokens=prompt, completion_tokens=completion, total_tokens=prompt + completion)
+        cached = PromptTokensDetails(cached_tokens=sum(answer.cached_tokens for answer in first_of_each))
+        return Usage(
+            prompt_tokens=prompt,
+            completion_tokens=completion,
+            total_tokens=prompt + completion,
+            prompt_tokens_details=cached,
+        )
 
     def close(self) -> None:
         """Abort what has not ended."""

@@ -148,7 +148,7 @@ class EngineClient:
         # The engine gets ids of ours: a client may use an id again while tokens of its aborted request are on the way.
         wire_id = f"{request.id}/{next(self._serial)}"
         self._routes[wire_id] = _Route(group, index, request.id)
-        self._send(AddRequest(wire_id, request.prompt, request.params, request.max_tokens, request.seed))
+        self._send(AddRequest.of(wire_id, request))
 
     def _close_group(self, group: RequestGroup) -> None:
         for wire_id in [wire_id for wire_id, route in self._routes.items() if route.group is group]:

@@ -17,6 +17,7 @@ import msgspec
 import zmq
 
 from dsjax.engine.options import EngineOptions
+from dsjax.engine.scheduler import Update
 from dsjax.errors import DsjaxError, RequestError
 from dsjax.serve.activity import Activity
 from dsjax.serve.logs import set_up_logging
@@ -26,6 +27,7 @@ from dsjax.serve.messages import (
     Failed,
     FromEngine,
     Outputs,
+    PromptResult,
     Ready,
     Refused,
     Shutdown,
@@ -126,8 +128,16 @@ class EngineLoop:
         updates = self._engine.step()
         self._activity.count(updates)
         if updates:
-            batches = [TokenBatch(update.request.id, update.tokens, update.finish_reason) for update in updates]
-            self._channel.send(Outputs(batches))
+            self._channel.send(Outputs([token_batch(update) for update in updates]))
+
+
+def token_batch(update: Update) -> TokenBatch:
+    """What the HTTP process is told of `update`."""
+    request, prompt = update.request, None
+    if len(request.outputs) == len(update.tokens):  # the first news of it
+        logprobs = None if request.params.prompt_logprobs is None else request.prompt_logprobs
+        prompt = PromptResult(request.cached_tokens or 0, logprobs)
+    return TokenBatch(request.id, update.tokens, update.finish_reason, update.logprobs, prompt)
 
 
 def _serve(channel: Channel, model_folder: Path, options: EngineOptions) -> str | None:

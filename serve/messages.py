@@ -2,6 +2,7 @@
 
 import msgspec
 
+from dsjax.engine.logprobs import TokenLogprobs
 from dsjax.engine.request import Limits, Request
 from dsjax.engine.sampling_params import SamplingParams
 
@@ -14,10 +15,19 @@ class AddRequest(msgspec.Struct, tag="add", array_like=True, frozen=True):
     params: SamplingParams
     max_tokens: int
     seed: int
+    priority: int = 0
+    deadline: float | None = None  # in time.monotonic(), which the processes of a machine share
+
+    @classmethod
+    def of(cls, id: str, request: Request) -> "AddRequest":
+        """The message that starts `request` in the engine, by the name of `id`."""
+        return cls(
+            id, request.prompt, request.params, request.max_tokens, request.seed, request.priority, request.deadline
+        )
 
     def to_request(self) -> Request:
         """The request as the engine takes it."""
-        return Request(self.id, self.prompt, self.params, self.max_tokens, self.seed)
+        return Request(self.id, self.prompt, self.params, self.max_tokens, self.seed, self.priority, self.deadline)
 
 
 class Abort(msgspec.Struct, tag="abort", array_like=True, frozen=True):
@@ -42,12 +52,27 @@ class Failed(msgspec.Struct, tag="failed", array_like=True, frozen=True):
     message: str
 
 
+class PromptResult(msgspec.Struct, array_like=True, frozen=True):
+    """What came out for a prompt: how many of its tokens were in the cache, and log-probabilities, if asked for.
+
+    These begin with the second token: nothing precedes the first. An answer that ends early may lack the last ones.
+    """
+
+    cached_tokens: int
+    logprobs: list[TokenLogprobs] | None
+
+
 class TokenBatch(msgspec.Struct, array_like=True, frozen=True):
-    """New tokens of a request, and why it ended ("stop", "length"), if it did."""
+    """New tokens of a request, and why it ended ("stop", "length", "timeout"), if it did.
+
+    `logprobs`: one per token, if asked for. `prompt`: in the first batch of a request.
+    """
 
     id: str
     token_ids: list[int]
     finish_reason: str | None
+    logprobs: list[TokenLogprobs] | None = None
+    prompt: PromptResult | None = None
 
 
 class Outputs(msgspec.Struct, tag="outputs", array_like=True, frozen=True):

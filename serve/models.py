@@ -3,7 +3,7 @@
 from fastapi import APIRouter
 
 from dsjax.serve.context import Context, FromApp
-from dsjax.serve.protocol import ModelCard, ModelList
+from dsjax.serve.responses import ModelCard, ModelList
 
 router = APIRouter()
 

@@ -1,21 +1,52 @@
-"""Request and response bodies of the OpenAI API, as far as this server goes.
+"""Request bodies of the OpenAI API, as far as this server goes.
 
 Types are strict: "1" is no number, 0.5 no integer. Fields that are not named here stay in `model_extra`.
 """
 
+import re
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, model_validator
 
 from dsjax.engine.sampling_params import SamplingParams
 from dsjax.errors import RequestError
-from dsjax.serve.prompts import Prompt, split_prompts
+from dsjax.serve.prompts import MAX_PROMPTS, Prompt, split_prompts
 
 MAX_MESSAGES = 8192
+DEFAULT_MAX_TOKENS = 16  # of completions; OpenAI's
 
 
 class _RequestModel(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow")
+
+
+_SAMPLING_FIELDS = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "seed",
+    "ignore_eos",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "logit_bias",
+    "allowed_token_ids",
+    "min_tokens",
+    "stop_token_ids",
+    "n",
+    "prompt_logprobs",
+)
+
+
+def _by_token(biases: Any) -> Any:
+    """JSON has text for keys: token ids in digits. Raises ValueError for other text."""
+    if not isinstance(biases, dict):
+        return biases
+    for key in biases:
+        if not re.fullmatch(r"-?[0-9]{1,10}", key):
+            raise ValueError(f"{key[:64]!r} is no token id")
+    return {int(key): bias for key, bias in biases.items()}
 
 
 class StreamOptions(_RequestModel):
@@ -34,6 +65,18 @@ class GenerationRequest(_RequestModel):
     top_k: int | None = None
     seed: int | None = None
     ignore_eos: bool | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: Annotated[dict[int, float] | None, BeforeValidator(_by_token)] = None
+    allowed_token_ids: list[int] | None = None
+    min_tokens: int | None = None
+    stop_token_ids: list[int] | None = None
+    n: int | None = None
+    prompt_logprobs: int | None = None
+    priority: int | None = None
+    timeout_s: float | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: str | None = None
@@ -48,16 +91,11 @@ class GenerationRequest(_RequestModel):
             raise RequestError("stream_options needs stream: true.", param="stream_options")
         return bool(self.stream_options.include_usage)
 
-    def sampling_params(self, max_tokens: int | None) -> SamplingParams:
-        """The sampling parameters, with defaults for what is not given. Raises RequestError."""
-        return SamplingParams(
-            temperature=1.0 if self.temperature is None else self.temperature,
-            top_p=1.0 if self.top_p is None else self.top_p,
-            top_k=self.top_k or 0,
-            max_tokens=max_tokens,
-            seed=self.seed,
-            ignore_eos=bool(self.ignore_eos),
-        )
+    def _sampling_params(self, max_tokens: int | None, **given: Any) -> SamplingParams:
+        """The sampling parameters, with their defaults for what is not given."""
+        given = {name: getattr(self, name) for name in _SAMPLING_FIELDS} | given
+        chosen = {name: value for name, value in given.items() if value is not None}
+        return SamplingParams(max_tokens=max_tokens, **chosen)
 
 
 class CompletionRequest(GenerationRequest):
@@ -67,6 +105,22 @@ class CompletionRequest(GenerationRequest):
         list[Prompt],
         PlainValidator(split_prompts, json_schema_input_type=str | list[str] | list[int] | list[list[int]]),
     ]
+    logprobs: int | None = None
+    echo: bool | None = None
+
+    def sampling_params(self) -> SamplingParams:
+        """The sampling parameters; log-probabilities of an echo are those of the prompt. Raises RequestError."""
+        max_tokens = DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens
+        count = len(self.prompt) * (self.n or 1)
+        if count > MAX_PROMPTS:
+            raise RequestError(
+                f"n is {self.n} for {len(self.prompt)} prompts, which makes {count} answers; at most {MAX_PROMPTS}.",
+                param="n",
+            )
+        prompt_logprobs = self.prompt_logprobs
+        if self.echo and self.logprobs is not None:
+            prompt_logprobs = max(self.logprobs, prompt_logprobs or 0)
+        return self._sampling_params(max_tokens, logprobs=self.logprobs, prompt_logprobs=prompt_logprobs)
 
 
 def _join_parts(content: Any) -> Any:
@@ -100,95 +154,17 @@ class ChatRequest(GenerationRequest):
 
     messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES)]
     max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
 
+    @property
+    def alternatives(self) -> int | None:
+        """How many of the likeliest tokens to report for each token; None for no log-probabilities at all."""
+        return (self.top_logprobs or 0) if self.logprobs else None
 
-class Usage(BaseModel):
-    """Token counts of a whole request."""
-
-    prompt_tokens: int
-    completion_tokens: int
-    total_tokens: int
-
-
-class CompletionChoice(BaseModel):
-    """The answer to one prompt, or a piece of it; `finish_reason` is set once it is complete."""
-
-    index: int
-    text: str
-    finish_reason: str | None = None
-    logprobs: None = None
-
-
-class Completion(BaseModel):
-    """Answer of /v1/completions, and each chunk of its stream."""
-
-    id: str
-    object: Literal["text_completion"] = "text_completion"
-    created: int
-    model: str
-    choices: list[CompletionChoice]
-    usage: Usage | None = None
-
-
-class AssistantMessage(BaseModel):
-    """What the model says."""
-
-    role: Literal["assistant"] = "assistant"
-    content: str
-
-
-class ChatChoice(BaseModel):
-    """A whole answer."""
-
-    index: int = 0
-    message: AssistantMessage
-    finish_reason: str
-    logprobs: None = None
-
-
-class ChatCompletion(BaseModel):
-    """Answer of /v1/chat/completions."""
-
-    id: str
-    object: Literal["chat.completion"] = "chat.completion"
-    created: int
-    model: str
-    choices: list[ChatChoice]
-    usage: Usage
-
-
-class ChatChunkChoice(BaseModel):
-    """A piece of an answer: `delta` holds "role", "content", or nothing."""
-
-    index: int = 0
-    delta: dict[str, str]
-    finish_reason: str | None = None
-    logprobs: None = None
-
-
-class ChatChunk(BaseModel):
-    """One chunk of a streamed chat answer."""
-
-    id: str
-    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
-    created: int
-    model: str
-    choices: list[ChatChunkChoice]
-    usage: Usage | None = None
-
-
-class ModelCard(BaseModel):
-    """A served model. `max_model_len`: its context in tokens."""
-
-    id: str
-    object: Literal["model"] = "model"
-    created: int
-    owned_by: str = "dsjax"
-    max_model_len: int
-
-
-class ModelList(BaseModel):
-    """Answer of /v1/models."""
-
-    object: Literal["list"] = "list"
-    data: list[ModelCard]
+    def sampling_params(self) -> SamplingParams:
+        """The sampling parameters. Raises RequestError."""
+        if self.top_logprobs and not self.logprobs:
+            raise RequestError("top_logprobs needs logprobs: true.", param="top_logprobs")
+        newer = self.max_completion_tokens
+        return self._sampling_params(self.max_tokens if newer is None else newer, logprobs=self.alternatives)

@@ -53,3 +53,8 @@ def request_id_of(http: Request, from_body: str | None) -> str:
     if from_body is not None and HEADER not in http.headers:
         http.state.request_id = checked_id(from_body)
     return http.state.request_id
+
+
+def request_ids(request_id: str, count: int) -> list[str]:
+    """Ids for the engine's requests that a request with `request_id` becomes."""
+    return [request_id, *(f"{request_id}-{place}" for place in range(1, count))]

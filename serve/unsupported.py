@@ -12,22 +12,12 @@ MOST_NAMES_LOGGED = 100
 _logged: set[str] = set()
 
 _COMMON: dict[str, tuple[Any, ...]] = {  # values that change nothing, beside null
-    "n": (1,),
     "stop": ([],),
-    "stop_token_ids": ([],),
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "repetition_penalty": (1,),
     "length_penalty": (1,),
-    "logit_bias": ({},),
     "logits_processors": ([],),
-    "min_p": (0,),
-    "min_tokens": (0,),
     "use_beam_search": (False,),
     "bad_words": ([],),
-    "allowed_token_ids": (),
     "truncate_prompt_tokens": (),
-    "prompt_logprobs": (),
     "skip_special_tokens": (True,),
     "return_token_ids": (False,),
     "response_format": ({"type": "text"},),
@@ -36,18 +26,15 @@ _COMMON: dict[str, tuple[Any, ...]] = {  # values that change nothing, beside nu
     "guided_regex": (),
     "guided_choice": (),
     "guided_grammar": (),
-    "echo": (False,),
     "best_of": (1,),
 }
 UNSUPPORTED_COMPLETION = _COMMON | {
     "suffix": ("",),
-    "logprobs": (),  # 0 asks for the sampled token's
     "max_completion_tokens": (),
     "prompt_embeds": (),
 }
 UNSUPPORTED_CHAT = _COMMON | {
-    "logprobs": (False,),
-    "top_logprobs": (0,),
+    "echo": (False,),
     "tools": ([],),
     "tool_choice": ("none", "auto"),
     "functions": ([],),

@@ -87,8 +87,8 @@ def test_several_prompts(http: httpx.Client, tokenizer: Tokenizer, as_ids: bool)
     together = complete(http, prompt=prompts, **GREEDY)
     assert [choice["index"] for choice in together["choices"]] == [0, 1, 2]
     assert [c["text"] for c in together["choices"]] == [one["choices"][0]["text"] for one in alone]
-    for count, total in together["usage"].items():
-        assert total == sum(one["usage"][count] for one in alone)
+    for count in ("prompt_tokens", "completion_tokens", "total_tokens"):
+        assert together["usage"][count] == sum(one["usage"][count] for one in alone)
 
     *chunks, done = stream(http, PATH, prompt=prompts, **GREEDY)
     assert done == DONE

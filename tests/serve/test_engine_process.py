@@ -5,9 +5,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 
 from dsjax.engine import core
+from dsjax.engine.logprobs import TokenLogprobs
 from dsjax.engine.options import EngineOptions
 from dsjax.engine.request import Limits, Request
 from dsjax.engine.sampling_params import SamplingParams
@@ -15,7 +17,18 @@ from dsjax.engine.scheduler import Update
 from dsjax.errors import EngineDeadError, OptionError, RequestError
 from dsjax.serve import engine_process
 from dsjax.serve.activity import Activity, describe
-from dsjax.serve.messages import Abort, AddRequest, Outputs, Ready, Refused, Shutdown, Stats, TokenBatch
+from dsjax.serve.messages import (
+    Abort,
+    AddRequest,
+    FromEngine,
+    Outputs,
+    PromptResult,
+    Ready,
+    Refused,
+    Shutdown,
+    Stats,
+    TokenBatch,
+)
 
 
 @dataclass
@@ -97,8 +110,42 @@ def test_a_step_is_one_message(monkeypatch: pytest.MonkeyPatch):
     assert engine.closed
     [ready] = channel.of(Ready)
     assert ready.limits == engine.limits
-    reasons = [None, None, "length"]
-    assert channel.of(Outputs) == [Outputs([TokenBatch(name, [7], reason) for name in "ab"]) for reason in reasons]
+    steps = [(None, PromptResult(0, None)), (None, None), ("length", None)]
+    assert channel.of(Outputs) == [
+        Outputs([TokenBatch(name, [7], reason, None, prompt) for name in "ab"]) for reason, prompt in steps
+    ]
+
+
+def test_what_is_sent_of_an_update():
+    """The prompt's results go with the first news; nothing is lost in the message."""
+    top = TokenLogprobs(-0.5, [(3, -0.25), (4, -9999.0)])
+    request = Request.create(
+        "a", [1, 2], SamplingParams(max_tokens=3, prompt_logprobs=2, logprobs=2), FakeEngine.limits
+    )
+    request.cached_tokens, request.prompt_logprobs, request.outputs = 1, [top], [7]
+    first = engine_process.token_batch(Update(request, [7], None, [top]))
+    assert first == TokenBatch("a", [7], None, [top], PromptResult(1, [top]))
+    last = engine_process.token_batch(Update(request, [], "timeout"))
+    assert last == TokenBatch("a", [], "timeout", None, None)
+    wire = msgspec.msgpack.encode(Outputs([first, last]))
+    assert msgspec.msgpack.decode(wire, type=FromEngine) == Outputs([first, last])
+
+
+def test_a_request_arrives_as_it_was_sent():
+    params = SamplingParams(
+        temperature=0.5,
+        logit_bias={5: -1.5},
+        allowed_token_ids=[9, 5],
+        stop_token_ids=[4],
+        n=1,
+        logprobs=0,
+        min_tokens=2,
+    )
+    sent = Request.create("a", [1, 2], params, FakeEngine.limits, priority=-3, timeout_s=60)
+    wire = msgspec.msgpack.encode(AddRequest.of("a/0", sent))
+    arrived = msgspec.msgpack.decode(wire, type=AddRequest).to_request()
+    assert (arrived.id, arrived.prompt, arrived.params) == ("a/0", [1, 2], params)
+    assert (arrived.priority, arrived.deadline, arrived.seed) == (-3, sent.deadline, sent.seed)
 
 
 def test_abort_and_refusal(monkeypatch: pytest.MonkeyPatch):
