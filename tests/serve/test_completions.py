@@ -7,6 +7,8 @@ import openai
 import pytest
 
 from dsjax.demo import CHECKPOINT
+from dsjax.serve.protocol import CompletionRequest
+from dsjax.serve.unsupported import UNSUPPORTED_COMPLETION
 from dsjax.tokenizer import Tokenizer
 from tests.serve.server_process import ServerProcess
 from tests.serve.sse import DONE, stream
@@ -112,8 +114,7 @@ def test_defaults(http: httpx.Client):
 
 
 def test_null_means_default(http: httpx.Client):
-    supported = "model max_tokens temperature top_p top_k seed stream stream_options ignore_eos user request_id"
-    nulls = dict.fromkeys((*supported.split(), "stop", "n", "logprobs", "logit_bias", "suffix"))
+    nulls = dict.fromkeys({*CompletionRequest.model_fields, *UNSUPPORTED_COMPLETION} - {"prompt"})
     answer = complete(http, prompt="The king", **nulls)
     assert 1 <= answer["usage"]["completion_tokens"] <= 16
 
