@@ -6,9 +6,9 @@ Types are strict: "1" is no number, 0.5 no integer. Fields that are not named he
 import re
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, model_validator
 
-from dsjax.engine.sampling_params import SamplingParams
+from dsjax.engine.sampling_params import MAX_BIASED_IDS, SamplingParams
 from dsjax.errors import RequestError
 from dsjax.serve.prompts import MAX_PROMPTS, Prompt, split_prompts
 
@@ -39,14 +39,15 @@ _SAMPLING_FIELDS = (
 )
 
 
-def _by_token(biases: Any) -> Any:
+def _by_token(biases: dict[str, float]) -> dict[int, float]:
     """JSON has text for keys: token ids in digits. Raises ValueError for other text."""
-    if not isinstance(biases, dict):
-        return biases
     for key in biases:
         if not re.fullmatch(r"-?[0-9]{1,10}", key):
             raise ValueError(f"{key[:64]!r} is no token id")
     return {int(key): bias for key, bias in biases.items()}
+
+
+Biases = Annotated[dict[str, float], Field(max_length=MAX_BIASED_IDS), AfterValidator(_by_token)]
 
 
 class StreamOptions(_RequestModel):
@@ -69,7 +70,7 @@ class GenerationRequest(_RequestModel):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
-    logit_bias: Annotated[dict[int, float] | None, BeforeValidator(_by_token)] = None
+    logit_bias: Biases | None = None
     allowed_token_ids: list[int] | None = None
     min_tokens: int | None = None
     stop_token_ids: list[int] | None = None

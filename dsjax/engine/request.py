@@ -27,18 +27,18 @@ class Limits:
         """Raise RequestError unless `prompt` is a non-empty list of known ids that leaves room for one more token."""
         if not len(prompt):
             raise RequestError("The prompt is empty; give at least one token.", param="prompt")
-        for place, token in enumerate(prompt):
-            if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < self.vocab_size:
-                vocabulary = f"the vocabulary 0..{self.vocab_size - 1}"
-                raise RequestError(
-                    f"Token {token!r} at place {place} of the prompt is outside {vocabulary}.", param="prompt"
-                )
         if len(prompt) >= self.max_model_len:
             raise RequestError(
                 f"The prompt has {len(prompt)} tokens and leaves no room for an answer: this model's context is "
                 f"{self.max_model_len} tokens. Shorten the prompt.",
                 param="prompt",
             )
+        for place, token in enumerate(prompt):
+            if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < self.vocab_size:
+                vocabulary = f"the vocabulary 0..{self.vocab_size - 1}"
+                raise RequestError(
+                    f"Token {token!r} at place {place} of the prompt is outside {vocabulary}.", param="prompt"
+                )
 
     def resolve_max_tokens(self, prompt_tokens: int, max_tokens: int | None) -> int:
         """How many tokens a request may produce. Raises RequestError if it asks for more than can ever fit."""
