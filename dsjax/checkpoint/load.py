@@ -1,7 +1,9 @@
 """From a checkpoint folder to device arrays, checked as a whole before anything is read."""
 
+import math
 import zlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -12,15 +14,18 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
+from dsjax.checkpoint.arranged import Arranged
 from dsjax.checkpoint.names import checkpoint_tensors, is_ignored, weight_sources
-from dsjax.checkpoint.safetensors import listing, read_folder
+from dsjax.checkpoint.placing import Placing
+from dsjax.checkpoint.safetensors import StoredTensor, listing, open_folder
 from dsjax.config import ModelConfig
 from dsjax.errors import CheckpointError
 from dsjax.model import Model
-from dsjax.quantization import LARGEST_BLOCK, VALUES_DTYPE, BlockScaled
+from dsjax.quantization import VALUES_DTYPE, BlockScaled
 from dsjax.segments import named_weights
 from dsjax.sharding import weight_partition
 
+HOST_SHARE = 1.25  # host memory for weights on their way to devices, in sizes of the largest weight
 FP8_DEVIATION = 64.0  # of random e4m3 values, whose largest is 448
 
 Weights = dict[str, tuple[jax.Array, ...]]  # flat leaves of each piece, by the piece's path in the model
@@ -29,29 +34,24 @@ Weights = dict[str, tuple[jax.Array, ...]]  # flat leaves of each piece, by the 
 def load_weights(model: Model, folder: Path, mesh: Mesh) -> Weights:
     """The weights of the checkpoint in `folder`, arranged for `model` and placed on `mesh` in the model's dtypes.
 
-    Raises CheckpointError that lists every missing, unknown, misshapen or truncated tensor.
+    What a device needs is read into host memory of its own shape and handed over. At most HOST_SHARE of the largest
+    weight is on its way at a time. Raises CheckpointError that lists every missing, unknown, misshapen or truncated
+    tensor.
     """
-    tensors = read_folder(folder)
-    check_tensors(model.config, tensors, str(folder))
+    stored = open_folder(folder)
+    check_tensors(model.config, stored, str(folder))
     sources = weight_sources(model.config)
+    with Placing(HOST_SHARE * _largest_bytes(model)) as placing:
 
-    def make(path: str, weight: Any, sharding: NamedSharding) -> Any:
-        source = sources[path]
+        def begin(path: str, weight: Any, sharding: NamedSharding) -> Any:
+            source = sources[path]
+            if not isinstance(weight, BlockScaled):
+                return placing.begin(Arranged.values(source, stored), weight, sharding)
+            values = placing.begin(Arranged.values(source, stored), weight.values, sharding)
+            scales = placing.begin(Arranged.scales(source, stored, weight.block), weight.scales, sharding)
+            return BlockScaled(values, scales, weight.block)
 
-        def place(named: Iterable[tuple[str, Any]], rows: np.ndarray, leaf: Any) -> jax.Array:
-            host = np.concatenate([tensors[name] for name, _ in named])[rows].astype(leaf.dtype)
-            return jax.make_array_from_callback(leaf.shape, sharding, lambda index: host[index])
-
-        if not isinstance(weight, BlockScaled):
-            return place(source.tensors, source.rows(), weight)
-        rows, columns = weight.block
-        values = place(source.tensors, source.rows(), weight.values)
-        host = np.concatenate([tensors[name] for name, _ in source.scales])[source.scale_rows()[..., ::rows]]
-        host = host[..., np.arange(0, weight.shape[-1], columns) // LARGEST_BLOCK]
-        scales = jax.make_array_from_callback(weight.scales.shape, sharding, lambda index: host[index])
-        return BlockScaled(values, scales, weight.block)
-
-    return _each_weight(model, mesh, make)
+        return jax.tree.map(Future.result, _each_weight(model, mesh, begin))
 
 
 def random_weights(model: Model, mesh: Mesh, seed: int = 0) -> Weights:
@@ -79,7 +79,7 @@ def random_weights(model: Model, mesh: Mesh, seed: int = 0) -> Weights:
     return _each_weight(model, mesh, make)
 
 
-def check_tensors(config: ModelConfig, tensors: Mapping[str, np.ndarray], where: str) -> None:
+def check_tensors(config: ModelConfig, tensors: Mapping[str, StoredTensor], where: str) -> None:
     """Raise CheckpointError, naming all that is wrong at once, unless `tensors` are exactly what `config` needs."""
     expected = checkpoint_tensors(config)
     both = {name: tensor for name, tensor in expected.items() if name in tensors}
@@ -103,7 +103,7 @@ def check_tensors(config: ModelConfig, tensors: Mapping[str, np.ndarray], where:
         raise CheckpointError(f"The tensors in {where} do not fit its config.json. " + ". ".join(found) + "." + hint)
 
 
-def _format_hint(config: ModelConfig, tensors: Mapping[str, np.ndarray]) -> str:
+def _format_hint(config: ModelConfig, tensors: Mapping[str, StoredTensor]) -> str:
     """What to do if weights and config disagree on FP8 altogether."""
     has_fp8 = any(tensor.dtype == VALUES_DTYPE for tensor in tensors.values())
     if config.fp8 and not has_fp8:
@@ -134,3 +134,9 @@ def _each_weight(model: Model, mesh: Mesh, make: Callable[[str, Any, NamedShardi
         ]
         weights[piece_path] = tuple(jax.tree.leaves(made))
     return weights
+
+
+def _largest_bytes(model: Model) -> int:
+    """Bytes of the largest array of weights."""
+    leaves = [leaf for _, piece in model.pieces() for leaf in jax.tree.leaves(nnx.state(piece))]
+    return max(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)

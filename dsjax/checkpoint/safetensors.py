@@ -1,12 +1,15 @@
-"""safetensors files: a memory-mapped reader and a writer (format: 8 bytes header length, JSON header, raw data).
+"""safetensors files: a reader and a writer (format: 8 bytes header length, JSON header, raw data).
 
-The reader is our own because the safetensors package cannot give fp8 to NumPy. Tensors are views of the mapped file:
-nothing is read before it is used.
+The reader is our own because the safetensors package cannot give fp8 to NumPy, and because loading reads stretches of
+tensors straight into the memory where they are wanted.
 """
 
 import json
 import math
+import os
 from collections.abc import Mapping
+from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -31,30 +34,68 @@ DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 MAX_HEADER_BYTES = 100_000_000  # the limit of the reference implementation
 
 
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor in an open file, of which nothing has been read. `begin`: its first byte in the file."""
+
+    file: FileIO
+    begin: int
+    dtype: np.dtype
+    shape: tuple[int, ...]
+
+    def read(self) -> np.ndarray:
+        """The whole tensor."""
+        values = np.empty(self.shape, self.dtype)
+        self.read_rows(0, values if self.shape else values.reshape(1))
+        return values
+
+    def read_rows(self, first: int, out: np.ndarray) -> None:
+        """Read len(out) rows of the first axis, from row `first` on, into `out`, contiguous and of the tensor's dtype.
+
+        Raises CheckpointError if the file ends before them.
+        """
+        buffer = memoryview(out.reshape(-1).view(np.uint8))
+        position = self.begin + first * math.prod(self.shape[1:]) * self.dtype.itemsize
+        while buffer:
+            count = os.preadv(self.file.fileno(), [buffer], position)
+            if not count:
+                raise CheckpointError(f"{self.file.name} became shorter while it was read. Copy it again.")
+            buffer, position = buffer[count:], position + count
+
+
 def read_file(path: Path) -> dict[str, np.ndarray]:
-    """The tensors of one file, by name, as read-only views of the mapped file.
+    """The tensors of one file, by name. Raises CheckpointError like `open_file`."""
+    return {name: tensor.read() for name, tensor in open_file(path).items()}
+
+
+def open_file(path: Path) -> dict[str, StoredTensor]:
+    """The tensors of one file, by name.
 
     Raises CheckpointError that names the file, and every tensor at fault, if it is cut short or damaged.
     """
     try:
-        data = np.memmap(path, np.uint8, mode="r")
-    except (OSError, ValueError) as error:
+        file = FileIO(path)
+        size = os.fstat(file.fileno()).st_size
+        header, begin = _header(path, file, size)
+    except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error}.") from None
-    header, begin = _header(path, data)
     entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
-    problems = [problem for name, entry in entries.items() if (problem := _problem(name, entry, len(data) - begin))]
+    problems = [problem for name, entry in entries.items() if (problem := _problem(name, entry, size - begin))]
     if problems:
         raise CheckpointError(f"{path} cannot be used; copy it again if it is damaged. At fault: {listing(problems)}.")
-    return {name: _view(entry, data[begin:]) for name, entry in entries.items()}
+    return {
+        name: StoredTensor(file, begin + entry["data_offsets"][0], DTYPES[entry["dtype"]], tuple(entry["shape"]))
+        for name, entry in entries.items()
+    }
 
 
-def _header(path: Path, data: np.ndarray) -> tuple[dict, int]:
+def _header(path: Path, file: FileIO, size: int) -> tuple[dict, int]:
     """The decoded header and the offset of the first data byte."""
-    length = int.from_bytes(data[:8].tobytes(), "little") if len(data) >= 8 else 0
-    if not 2 <= length <= min(MAX_HEADER_BYTES, len(data) - 8):
-        raise CheckpointError(f"{path} is not a safetensors file, or is cut short ({len(data)} bytes). Copy it again.")
+    length = int.from_bytes(file.read(8), "little") if size >= 8 else 0
+    if not 2 <= length <= min(MAX_HEADER_BYTES, size - 8):
+        raise CheckpointError(f"{path} is not a safetensors file, or is cut short ({size} bytes). Copy it again.")
     try:
-        header = json.loads(data[8 : 8 + length].tobytes())
+        header = json.loads(file.read(length))
     except ValueError as error:
         raise CheckpointError(f"{path} has a damaged header ({error}). Copy it again.") from None
     if not isinstance(header, dict):
@@ -83,18 +124,13 @@ def _are_sizes(values: Any) -> bool:
     return isinstance(values, list) and all(type(value) is int and value >= 0 for value in values)
 
 
-def _view(entry: dict, data: np.ndarray) -> np.ndarray:
-    begin, end = entry["data_offsets"]
-    return data[begin:end].view(DTYPES[entry["dtype"]]).reshape(entry["shape"])
-
-
 def listing(items: list[str], limit: int = 12) -> str:
     """`items` in one line, the first `limit` of them spelled out."""
     more = f", and {len(items) - limit} more" if len(items) > limit else ""
     return ", ".join(items[:limit]) + more
 
 
-def read_folder(folder: Path) -> dict[str, np.ndarray]:
+def open_folder(folder: Path) -> dict[str, StoredTensor]:
     """All tensors of a checkpoint folder: the shards that its index file lists, or else all its *.safetensors files.
 
     Raises CheckpointError if there are no weights, a shard or a tensor of the index is missing, or two files hold
@@ -102,13 +138,13 @@ def read_folder(folder: Path) -> dict[str, np.ndarray]:
     """
     index = folder / "model.safetensors.index.json"
     if index.exists():
-        return _read_shards(folder, index)
-    shards = _read_each(folder, sorted(file.name for file in folder.glob("*.safetensors")))
+        return _open_shards(folder, index)
+    shards = _open_each(folder, sorted(file.name for file in folder.glob("*.safetensors")))
     if not shards:
         raise CheckpointError(
             f"{folder} holds no *.safetensors weights. Give a complete checkpoint folder, or use load format 'dummy'."
         )
-    tensors: dict[str, np.ndarray] = {}
+    tensors: dict[str, StoredTensor] = {}
     for name, shard in shards.items():
         if twice := [tensor for tensor in shard if tensor in tensors]:
             raise CheckpointError(f"{folder / name} holds tensors that another file holds too: {listing(twice)}.")
@@ -116,26 +152,26 @@ def read_folder(folder: Path) -> dict[str, np.ndarray]:
     return tensors
 
 
-def _read_shards(folder: Path, index: Path) -> dict[str, np.ndarray]:
+def _open_shards(folder: Path, index: Path) -> dict[str, StoredTensor]:
     try:
         places: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        names = sorted(set(map(Path, places.values())))
+        paths = {shard: folder / shard for shard in set(places.values())}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{index} is not a readable safetensors index: {error!r}.") from None
-    if absent := [str(name) for name in names if not (folder / name).exists()]:
-        raise CheckpointError(f"{folder} lacks {len(absent)} of {len(names)} shards: {listing(absent)}.")
-    shards = _read_each(folder, list(map(str, names)))
-    if lost := [name for name, shard in places.items() if name not in shards[str(Path(shard))]]:
+    if absent := sorted(shard for shard, path in paths.items() if not path.exists()):
+        raise CheckpointError(f"{folder} lacks {len(absent)} of {len(paths)} shards: {listing(absent)}.")
+    shards = _open_each(folder, sorted(paths))
+    if lost := [name for name, shard in places.items() if name not in shards[shard]]:
         raise CheckpointError(f"{index} lists {len(lost)} tensors that its shards lack: {listing(lost)}.")
-    return {name: shards[str(Path(shard))][name] for name, shard in places.items()}
+    return {name: shards[shard][name] for name, shard in places.items()}
 
 
-def _read_each(folder: Path, names: list[str]) -> dict[str, dict[str, np.ndarray]]:
+def _open_each(folder: Path, names: list[str]) -> dict[str, dict[str, StoredTensor]]:
     """Tensors by file. The problems of all files come in one CheckpointError."""
     shards, problems = {}, []
     for name in names:
         try:
-            shards[name] = read_file(folder / name)
+            shards[name] = open_file(folder / name)
         except CheckpointError as error:
             problems.append(str(error))
     if problems:

@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 
-from dsjax.checkpoint.safetensors import DTYPES, read_file, read_folder, write_file
+from dsjax.checkpoint.safetensors import DTYPES, open_folder, read_file, write_file
 from dsjax.errors import CheckpointError
 
 
@@ -50,20 +50,20 @@ def make_shards(folder, lost: str | None = None) -> None:
 
 def test_shards_are_joined(tmp_path):
     make_shards(tmp_path)
-    assert {name: tensor[0, 0] for name, tensor in read_folder(tmp_path).items()} == {"a": 0, "b": 1, "c": 2}
+    assert {name: tensor.read()[0, 0] for name, tensor in open_folder(tmp_path).items()} == {"a": 0, "b": 1, "c": 2}
 
 
 def test_missing_shard(tmp_path):
     make_shards(tmp_path)
     (tmp_path / "model-2.safetensors").unlink()
     with pytest.raises(CheckpointError, match=r"lacks 1 of 2 shards: model-2\.safetensors"):
-        read_folder(tmp_path)
+        open_folder(tmp_path)
 
 
 def test_tensor_missing_from_its_shard(tmp_path):
     make_shards(tmp_path, lost="c")
     with pytest.raises(CheckpointError, match="lists 1 tensors that its shards lack: c"):
-        read_folder(tmp_path)
+        open_folder(tmp_path)
 
 
 @pytest.mark.parametrize("index", ["{", "[]", '{"weight_map": 3}', "{}", '{"weight_map": {"a": 3}}'])
@@ -71,7 +71,7 @@ def test_unreadable_index(tmp_path, index: str):
     make_shards(tmp_path)
     (tmp_path / "model.safetensors.index.json").write_text(index)
     with pytest.raises(CheckpointError, match="not a readable safetensors index"):
-        read_folder(tmp_path)
+        open_folder(tmp_path)
 
 
 def test_all_cut_tensors_of_all_shards_are_listed(tmp_path):
@@ -80,7 +80,7 @@ def test_all_cut_tensors_of_all_shards_are_listed(tmp_path):
         data = (tmp_path / shard).read_bytes()
         (tmp_path / shard).write_bytes(data[:-10])
     with pytest.raises(CheckpointError) as error:
-        read_folder(tmp_path)
+        open_folder(tmp_path)
     message = str(error.value)
     assert all(
         part in message for part in ("model-1.safetensors", "model-2.safetensors", "a (cut short", "c (cut short")
@@ -120,7 +120,7 @@ def test_bad_entry_is_named(tmp_path, entry):
 
 def test_folder_without_weights(tmp_path):
     with pytest.raises(CheckpointError, match=r"holds no \*\.safetensors weights"):
-        read_folder(tmp_path)
+        open_folder(tmp_path)
 
 
 def test_a_format_that_is_not_read_is_not_called_damage(tmp_path):
@@ -135,9 +135,9 @@ def test_shards_in_subfolders_and_tensors_that_stand_twice(tmp_path):
     write_file(tmp_path / "sub" / "a.safetensors", {"a": np.ones(2, np.float32)})
     index = tmp_path / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"a": "sub/a.safetensors"}}))
-    assert read_folder(tmp_path)["a"].tolist() == [1, 1]
+    assert open_folder(tmp_path)["a"].read().tolist() == [1, 1]
     index.unlink()
     for name in ("x", "y"):
         write_file(tmp_path / f"{name}.safetensors", {"a": np.ones(2, np.float32)})
     with pytest.raises(CheckpointError, match=r"y\.safetensors holds tensors that another file holds too: a"):
-        read_folder(tmp_path)
+        open_folder(tmp_path)
