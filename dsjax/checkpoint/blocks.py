@@ -17,9 +17,7 @@ SIZES = tuple(size for size in range(LARGEST_BLOCK, 0, -1) if LARGEST_BLOCK % si
 
 def quantize(pieces: Iterable[tuple[str, nnx.Module]], sources: Mapping[str, Source], devices: int) -> None:
     """Make the weights that `sources` says are quantised BlockScaled, in abstract `pieces` given with their paths."""
-    blocks: dict[
-        tuple[str, tuple[int, ...]], tuple[int, int]
-    ] = {}  # weights of equal path and shape are arranged alike
+    blocks = {}  # by path and shape: weights that agree in both are arranged alike
     for piece_path, piece in pieces:
         state = nnx.state(piece)
         weights = []

@@ -4,13 +4,12 @@ import math
 import zlib
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
@@ -45,11 +44,15 @@ def load_weights(model: Model, folder: Path, mesh: Mesh) -> Weights:
 
         def begin(path: str, weight: Any, sharding: NamedSharding) -> Any:
             source = sources[path]
+            values = partial(Arranged.values, source, stored)
             if not isinstance(weight, BlockScaled):
-                return placing.begin(Arranged.values(source, stored), weight, sharding)
-            values = placing.begin(Arranged.values(source, stored), weight.values, sharding)
-            scales = placing.begin(Arranged.scales(source, stored, weight.block), weight.scales, sharding)
-            return BlockScaled(values, scales, weight.block)
+                return placing.begin(values, weight, sharding)
+            scales = partial(Arranged.scales, source, stored, weight.block)
+            return BlockScaled(
+                placing.begin(values, weight.values, sharding),
+                placing.begin(scales, weight.scales, sharding),
+                weight.block,
+            )
 
         return jax.tree.map(Future.result, _each_weight(model, mesh, begin))
 
@@ -70,10 +73,7 @@ def random_weights(model: Model, mesh: Mesh, seed: int = 0) -> Weights:
         if not isinstance(weight, BlockScaled):
             return _normal(weight.shape, weight.dtype, deviation, sharding)(key)
         values = _normal(weight.shape, VALUES_DTYPE, FP8_DEVIATION, sharding)(key)
-        scale = np.float32(deviation / FP8_DEVIATION)
-        scales = jax.make_array_from_callback(
-            weight.scales.shape, sharding, lambda index: np.full(weight.scales.shape, scale)[index]
-        )
+        scales = jnp.full(weight.scales.shape, deviation / FP8_DEVIATION, weight.scales.dtype, device=sharding)
         return BlockScaled(values, scales, weight.block)
 
     return _each_weight(model, mesh, make)

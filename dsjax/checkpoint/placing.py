@@ -3,7 +3,7 @@
 import gc
 import math
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from threading import Condition
@@ -30,9 +30,12 @@ class Placing:
         self._weights, self._readers = ThreadPoolExecutor(WEIGHTS_AT_ONCE), ThreadPoolExecutor(READERS)
         self._room = _Room(host_bytes)
 
-    def begin(self, arranged: Arranged, aval: Any, sharding: NamedSharding) -> Future[jax.Array]:
-        """The array of `aval`'s shape and dtype on the devices of `sharding`, as soon as it is there."""
-        return self._weights.submit(self._place, arranged, aval, sharding)
+    def begin(self, arrange: Callable[[], Arranged], aval: Any, sharding: NamedSharding) -> Future[jax.Array]:
+        """The weight that `arrange` gives, in `aval`'s shape and dtype on the devices of `sharding`, once it is there.
+
+        `arrange` is called when it is the weight's turn.
+        """
+        return self._weights.submit(self._place, arrange, aval, sharding)
 
     def __enter__(self) -> "Placing":
         return self
@@ -41,7 +44,8 @@ class Placing:
         self._weights.shutdown(cancel_futures=kind is not None)
         self._readers.shutdown()
 
-    def _place(self, arranged: Arranged, aval: Any, sharding: NamedSharding) -> jax.Array:
+    def _place(self, arrange: Callable[[], Arranged], aval: Any, sharding: NamedSharding) -> jax.Array:
+        arranged = arrange()
         holders = defaultdict(list)  # of the same share
         for device, index in sharding.addressable_devices_indices_map(aval.shape).items():
             holders[index].append(device)

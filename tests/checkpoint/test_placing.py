@@ -128,7 +128,7 @@ def test_a_file_that_shrinks_while_it_is_read(tmp_path: Path):
 
     def load() -> None:
         with Placing(1) as places:
-            futures.extend(places.begin(weight, aval, sharding) for _ in range(100))
+            futures.extend(places.begin(lambda: weight, aval, sharding) for _ in range(100))
             futures[0].result()
 
     with pytest.raises(CheckpointError, match="became shorter while it was read"):
