@@ -13,9 +13,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import dsjax
 from dsjax.engine.options import EngineOptions, executables_folder
 
-PACKAGES = ("dsjax", "jax", "jaxlib", "flax", "numpy")
+PACKAGES = ("jax", "jaxlib", "flax", "numpy")
 CUDA_PREFIXES = ("jax-cuda", "nvidia-")
 TOOLS = ("ptxas", "nvlink")
 VARIABLES = ("DSJAX_", "JAX_", "XLA_", "CUDA_", "NCCL_", "TF_GPU_", "LD_LIBRARY_PATH", "XDG_CACHE_HOME")
@@ -155,7 +156,7 @@ def _versions() -> dict[str, str]:
     installed = {dist.metadata["Name"].lower(): dist.version for dist in metadata.distributions()}
     cuda = sorted(name for name in installed if name.startswith(CUDA_PREFIXES))
     named = {name: installed[name] for name in (*PACKAGES, *cuda) if name in installed}
-    return {"python": platform.python_version()} | named
+    return {"dsjax": dsjax.__version__, "python": platform.python_version()} | named
 
 
 def _devices() -> tuple[list[dict[str, Any]], str | None]:

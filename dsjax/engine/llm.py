@@ -36,8 +36,9 @@ Prompt = str | Sequence[Token] | Array
 
 @dataclass(frozen=True)
 class Completion:
-    """A finished answer. `text` is None for a checkpoint without tokenizer. `finish_reason`: "stop" or "length".
+    """A finished answer. `text` is None for a checkpoint without tokenizer.
 
+    `finish_reason`: "stop", "length" or "timeout". `cached_tokens`: how many tokens of the prompt were in the cache.
     `logprobs`: one per token of the answer, if asked for. `prompt_logprobs`: one per token of the prompt, if asked for;
     the first, which nothing precedes, has None.
     """
@@ -48,6 +49,7 @@ class Completion:
     finish_reason: str
     logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[TokenLogprobs | None] | None = None
+    cached_tokens: int = 0
 
 
 @dataclass(frozen=True)
@@ -92,18 +94,21 @@ class LLM:
         self,
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
+        priority: int = 0,
+        timeout_s: float | None = None,
     ) -> list[Completion]:
         """Answer all `prompts` (text or token ids), batched. `params`: for all, or one each.
 
-        The n answers to one prompt follow each other. Every prompt is checked before any is started. Raises
-        RequestError that names the prompt at fault.
+        The n answers to one prompt follow each other. `priority`: higher goes first, before other callers' requests.
+        What is unfinished after `timeout_s` seconds ends with finish_reason "timeout". Every prompt is checked before
+        any is started. Raises RequestError that names the prompt at fault.
         """
         batch = _as_batch(prompts)
         each = list(params) if isinstance(params, Sequence) else [_or_default(params)] * len(batch)
         if len(each) != len(batch) or not all(isinstance(one, SamplingParams) for one in each):
             raise RequestError(f"params must be SamplingParams, one for all or {len(batch)} of them.", param="params")
         pairs = enumerate(zip(batch, each, strict=True))
-        requests = [request for place, pair in pairs for request in self._requests(place, *pair)]
+        requests = [request for place, pair in pairs for request in self._requests(place, *pair, priority, timeout_s)]
         with self._alone():
             try:
                 for request in requests:
@@ -112,12 +117,21 @@ class LLM:
             finally:
                 self._leave(requests)
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Generator[Delta]:
-        """Answer one prompt, piece by piece, the n answers side by side. Leaving the iterator early aborts them."""
+    def stream(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        priority: int = 0,
+        timeout_s: float | None = None,
+    ) -> Generator[Delta]:
+        """Answer one prompt, piece by piece, the n answers side by side. Leaving the iterator early aborts them.
+
+        `priority` and `timeout_s` are as for `generate`; the time counts from this call.
+        """
         params = _or_default(params)
         if not isinstance(params, SamplingParams):
             raise RequestError(f"params is {params!r}, expected SamplingParams.", param="params")
-        return self._run(self._requests(0, prompt, params))
+        return self._run(self._requests(0, prompt, params, priority, timeout_s))
 
     def logits(self, token_ids: Sequence[Token] | Array, chunk_tokens: int | Sequence[int] | None = None) -> np.ndarray:
         """Logits after every token of `token_ids`, float32 [len(token_ids), V]: see Engine.logits."""
@@ -152,13 +166,18 @@ class LLM:
             self._abort_left()
             self._at_work.release()
 
-    def _requests(self, place: int, prompt: Prompt, params: SamplingParams) -> list[Request]:
+    def _requests(
+        self, place: int, prompt: Prompt, params: SamplingParams, priority: int, timeout_s: float | None
+    ) -> list[Request]:
         """A request for each answer to the prompt at `place`."""
         limits = self.engine.limits
         try:
             is_text = isinstance(prompt, str)
             ids = encode_prompt(prompt, self.tokenizer, limits.max_model_len) if is_text else _as_ids(prompt)
-            return [Request.create(f"llm-{next(self._numbers)}", ids, one, limits) for one in params.answers()]
+            return [
+                Request.create(f"llm-{next(self._numbers)}", ids, one, limits, priority, timeout_s)
+                for one in params.answers()
+            ]
         except RequestError as error:
             raise RequestError(f"Prompt {place}: {error}", param=error.param) from None
 
@@ -196,6 +215,7 @@ class LLM:
             deltas[-1].finish_reason or "",
             logprobs,
             deltas[0].prompt_logprobs,
+            request.cached_tokens or 0,
         )
 
     def _deltas(self, requests: list[Request]) -> Generator[Delta]:

@@ -36,15 +36,15 @@ def warm_up(model: Path, cache: Path, *flags: str) -> str:
 
 def test_after_a_warmup_another_process_compiles_nothing(tmp_path: Path):
     model, options, expected = GOLDEN / "v3", SMALL | {"max_num_seqs": 1}, golden("v3")
-    assert "4 executables are ready, 0 of them from the cache" in warm_up(model, tmp_path)
+    assert "6 executables are ready, 0 of them from the cache" in warm_up(model, tmp_path)
     prompt = expected["prompt_0"].tolist()
     program = PROGRAM.format(folder=str(model), cache=str(tmp_path), options=options, prompt=prompt, params=GREEDY)
     command = [sys.executable, "-c", program]
     result = subprocess.run(command, capture_output=True, text=True, env=os.environ, check=True, timeout=200)
     compiles, from_cache, tokens = json.loads(result.stdout.splitlines()[-1])
-    assert compiles == from_cache >= 4
+    assert compiles == from_cache >= 6
     assert tokens == expected["greedy_0"][:5].tolist()
-    assert "4 executables are ready, 4 of them from the cache" in warm_up(model, tmp_path)
+    assert "6 executables are ready, 6 of them from the cache" in warm_up(model, tmp_path)
 
 
 def test_after_a_warmup_random_weights_on_two_devices_compile_nothing(tmp_path: Path):
@@ -58,7 +58,7 @@ def test_after_a_warmup_random_weights_on_two_devices_compile_nothing(tmp_path: 
     options = SMALL | {"max_num_seqs": 1, "tp": 2, "load_format": "dummy", "cache_dir": str(tmp_path / "cache")}
     with LLM(tmp_path, **options):
         compiles, from_cache = counters["compiles"] - before[0], counters["compiles_from_cache"] - before[1]
-    assert compiles == from_cache >= 4
+    assert compiles == from_cache >= 6
 
 
 def test_warmup_refuses_what_keeps_nothing(tmp_path: Path):

@@ -1,7 +1,9 @@
 """The offline API: answers, streams, seeds, bad input, and what the step loop may and may not do."""
 
 import gc
+import itertools
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -141,6 +143,35 @@ def test_prompt_larger_than_the_cache(make_llm: Callable[..., LLM]):
     with pytest.raises(RequestError, match="max_tokens is 40, but after the prompt of 420 tokens only 28 fit"):
         llm.generate([[5] * 420], SamplingParams(max_tokens=40))
     assert llm.generate([[5] * 420], SamplingParams(max_tokens=28, ignore_eos=True))[0].finish_reason == "length"
+
+
+def test_what_is_not_done_in_time_ends_with_what_there_is(
+    make_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
+):
+    llm, now = make_llm(), itertools.count(1000.0, 0.1)
+    monkeypatch.setattr(time, "monotonic", lambda: next(now))
+    [answer] = llm.generate([5, 6], SamplingParams(max_tokens=400, ignore_eos=True), timeout_s=2.0)
+    assert answer.finish_reason == "timeout"
+    assert 1 <= len(answer.token_ids) < 30
+    for timeout in (0, -1, float("nan"), "soon"):
+        with pytest.raises(RequestError, match="timeout_s is"):
+            llm.generate([5, 6], GREEDY, timeout_s=timeout)  # type: ignore[arg-type]
+
+
+def test_higher_priority_overtakes_who_waits(make_llm: Callable[..., LLM]):
+    llm = make_llm()
+    low = [llm.stream([5 + i], SamplingParams(max_tokens=60, ignore_eos=True)) for i in range(4)]
+    for stream in low[:3]:
+        next(stream)
+    llm.engine.add(Request.create("waits", [9], SamplingParams(max_tokens=5, ignore_eos=True), llm.engine.limits))
+    high = llm.stream([7, 8], SamplingParams(max_tokens=5, ignore_eos=True), priority=1)
+    next(high)
+    assert [request.id for request in llm.engine.scheduler.waiting] == ["waits"]
+    for stream in (*low, high):
+        stream.close()
+    llm.engine.abort("waits")
+    with pytest.raises(RequestError, match="priority is 'first'"):
+        llm.generate([5, 6], GREEDY, priority="first")  # type: ignore[arg-type]
 
 
 def test_max_tokens_of_one_and_without_limit(make_llm: Callable[..., LLM]):

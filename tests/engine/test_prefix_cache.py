@@ -72,6 +72,13 @@ def test_in_another_order_and_after_eviction(llm: LLM):
     assert llm.engine.scheduler.pools["latent"].evicted > 0
 
 
+def test_answers_tell_what_was_cached(llm: LLM):
+    found = [answer.cached_tokens for answer in llm.generate([prompt(100, 1), prompt(200), prompt(200)], GREEDY)]
+    assert found[0] + found[1] == 0
+    assert found[2] > 0
+    assert llm.generate(prompt(200), GREEDY)[0].cached_tokens == 3 * PAGE
+
+
 def test_identical_prompts_at_once(llm: LLM):
     """Garbled in a public bug report: copies of one prompt that run together."""
     [cold] = generate(llm, prompt(130))
