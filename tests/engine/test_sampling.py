@@ -1,5 +1,6 @@
 """Sampling options through the whole engine, replayed with teacher-forced logits and the sampler in float64."""
 
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -7,10 +8,12 @@ import numpy as np
 import pytest
 
 from dsjax import LLM, SamplingParams
+from dsjax.aot.planner import ProgramKey
 from dsjax.engine.llm import Completion
 from dsjax.engine.logprobs import TokenLogprobs
 from dsjax.engine.request import Request
 from dsjax.errors import RequestError
+from dsjax.telemetry import counters
 from tests.step.rows import distribution
 from tests.test_golden import golden
 
@@ -185,3 +188,24 @@ def test_a_stream_of_n_answers(make_llm: Callable[..., LLM]):
 def test_random_answers_without_seed_differ(make_llm: Callable[..., LLM]):
     answers = make_llm().generate(PROMPT, SamplingParams(n=3, max_tokens=10, ignore_eos=True))
     assert len({tuple(answer.token_ids) for answer in answers}) == 3
+
+
+def test_no_mixture_of_options_compiles_anything(make_llm: Callable[..., LLM]):
+    llm = make_llm()
+    llm.generate(PROMPT, greedy())
+    before = counters["compiles"]
+    everything = {"logit_bias": {5: 1}, "allowed_token_ids": range(200), "min_tokens": 9, "logprobs": 3, **PENALTIES}
+    cuts = {"temperature": 0.9, "min_p": 0.01, "top_k": 30, "top_p": 0.9, "seed": 1, "prompt_logprobs": 1}
+    llm.generate([PROMPT] * 4, [greedy(**one) for one in ({}, everything, cuts, everything | cuts)])
+    assert counters["compiles"] == before
+
+
+def test_a_tail_counts_in_place_and_copies_no_logits_for_plain_requests(make_llm: Callable[..., LLM]):
+    """The optimised program: no copy of the counts anywhere, none of the logits outside the branches of options."""
+    [tail] = make_llm(plan="step").engine.runner.programs[ProgramKey("tail", 3)].dispatches
+    program = tail.executable.as_text()
+    assert "s32[3,256]" in program
+    assert not re.search(r"= s32\[3,256\]\S* copy\(", program)
+    entry = program[program.index("\nENTRY ") :]
+    assert " conditional(" in entry
+    assert not re.search(r"= f32\[3,256\]\S* copy\(", entry)
