@@ -17,11 +17,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dsjax.aot.compile import CompileReport
+from dsjax.aot.ladders import Buckets
+from dsjax.aot.planner import PlannedProgram
 from dsjax.checkpoint.resolve import resolve_model
 from dsjax.engine.core import Engine
 from dsjax.engine.logprobs import TokenLogprobs
 from dsjax.engine.options import EngineOptions
 from dsjax.engine.request import Request
+from dsjax.engine.runner import StepCounts
 from dsjax.engine.sampling_params import SamplingParams
 from dsjax.engine.scheduler import Update
 from dsjax.errors import ConcurrentUseError, EngineDeadError, RequestError
@@ -89,6 +93,26 @@ class LLM:
         self._at_work = threading.Lock()
         self._left: deque[str] = deque()  # ids of requests that nobody waits for any more
         logger.info("%s is ready after %.1f s", model, time.perf_counter() - begin)
+
+    @property
+    def programs(self) -> list[PlannedProgram]:
+        """What the engine runs: a program per kind of body or tail and bucket, as its plan cuts it into chains."""
+        return self.engine.runner.blueprint.planned
+
+    @property
+    def buckets(self) -> Buckets:
+        """The sizes that programs are compiled for."""
+        return self.engine.runner.buckets
+
+    @property
+    def counts(self) -> StepCounts:
+        """What has been computed so far: runs per program, tokens, padding."""
+        return self.engine.counts
+
+    @property
+    def compile_report(self) -> CompileReport | None:
+        """What compiling took; None for plan "off"."""
+        return self.engine.runner.compile_report
 
     def generate(
         self,
