@@ -47,6 +47,7 @@ class Server:
         self._http: _HttpServer | None = None
         self._work: asyncio.Task[int] | None = None
         self._signal: int | None = None
+        self._cut: asyncio.TimerHandle | None = None
 
     async def run(self) -> int:
         """The exit code: 0 after an orderly stop, 1 if the engine died, 128 + signal if a signal cut it short.
@@ -76,6 +77,8 @@ class Server:
                 context = Context(engine, tokenizer, self._options.names)
                 self._http = self._http_server(context, engine)
                 await self._http.serve(sockets=listeners)
+                if self._cut is not None:  # all connections have ended in time; the engine may take longer to stop
+                    self._cut.cancel()
             finally:
                 await engine.close()
         return 0 if engine.error is None else 1
@@ -110,7 +113,7 @@ class Server:
             self._http.should_exit = True
         else:
             self._http.give_up()
-            asyncio.get_running_loop().call_later(CLOSE_GRACE_S, self._work.cancel)
+            self._cut = asyncio.get_running_loop().call_later(CLOSE_GRACE_S, self._work.cancel)
 
     def _end_after_notice(self) -> None:
         asyncio.get_running_loop().call_later(DEATH_NOTICE_S, self._end)

@@ -56,6 +56,33 @@ def test_an_unfinished_character_is_flushed_at_the_end():
     assert set(stream.push([], last=True)) == {"\ufffd"}
 
 
+@given(st.text(alphabet=st.characters(exclude_categories=["Cs"]), max_size=40))
+def test_the_bytes_of_tokens_are_those_of_the_text(text: str):
+    ids = TOKENIZER.encode(text, add_special_tokens=False)
+    assert b"".join(map(TOKENIZER.token_bytes, ids)) == text.encode()
+
+
+def test_bytes_of_special_tokens_and_of_ids_without_token():
+    assert TOKENIZER.token_bytes(0) == BOS.encode()
+    assert TOKENIZER.token_bytes(4095) != b""
+    assert TOKENIZER.token_bytes(5000) == b""
+
+
+def test_bytes_of_tokens_that_are_not_written_byte_by_byte(tmp_path):
+    fields = json.loads((CHECKPOINT / "tokenizer.json").read_text())
+    fields["model"] = {"type": "WordLevel", "vocab": {"née": 0, "ado": 1}, "unk_token": "née"}
+    fields |= {
+        "added_tokens": [],
+        "pre_tokenizer": {"type": "WhitespaceSplit"},
+        "decoder": None,
+        "post_processor": None,
+    }
+    (tmp_path / "tokenizer.json").write_text(json.dumps(fields))
+    tokenizer = Tokenizer.load(tmp_path)
+    assert tokenizer is not None
+    assert [tokenizer.token_bytes(token) for token in (0, 1, 2)] == ["née".encode(), b"ado", b""]
+
+
 def test_begin_of_text_only_when_asked_for():
     assert TOKENIZER.encode("Hello")[0] == 0
     assert 0 not in TOKENIZER.encode("Hello", add_special_tokens=False)
