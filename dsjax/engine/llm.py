@@ -78,8 +78,9 @@ class LLM:
         with LLM("demo") as llm:
             print(llm.generate("To be, or", SamplingParams(temperature=0, max_tokens=20))[0].text)
 
-    `model` is "demo" or a checkpoint folder; options are those of EngineOptions. Raises ConfigError, CheckpointError or
-    OptionError. An LLM is for one thread: a call while it is at work in another raises ConcurrentUseError.
+    `model` is "demo", a checkpoint folder or a name in the Hugging Face cache; options are those of EngineOptions.
+    Raises ConfigError, CheckpointError or OptionError. An LLM is for one thread: a call while it is at work in another
+    raises ConcurrentUseError.
     """
 
     def __init__(self, model: str | os.PathLike[str], **options: Any):

@@ -15,7 +15,7 @@ from dsjax.engine.options import DTYPES, LOAD_FORMATS, PLANS, EngineOptions
 from dsjax.engine.sampling_params import SamplingParams
 from dsjax.errors import OptionError
 
-Model = Annotated[str, typer.Argument(help="A checkpoint folder, or 'demo'.")]
+Model = Annotated[str, typer.Argument(help="A checkpoint folder, a model in the Hugging Face cache, or 'demo'.")]
 
 
 def parse_buckets(text: str) -> tuple[int, ...]:

@@ -1,7 +1,6 @@
 """`dsjax serve`: an OpenAI-compatible HTTP server."""
 
 import math
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -34,7 +33,7 @@ def run_server(
     """Serve until a signal ends it; returns the exit code. Raises DsjaxError if the server cannot start."""
     import asyncio
 
-    from dsjax.checkpoint.resolve import resolve_model
+    from dsjax.checkpoint.resolve import model_name, resolve_model
     from dsjax.serve.logs import set_up_logging
     from dsjax.serve.server import Server, ServerOptions
 
@@ -43,7 +42,6 @@ def run_server(
     if names and not all(name.strip() for name in names):
         raise OptionError('--served-model-name is empty; give the name that clients put into "model".')
     folder = resolve_model(model)
-    default = "demo" if model == "demo" else Path(folder).resolve().name
     set_up_logging("http")
-    server = Server(folder, options, ServerOptions(host, port, tuple(names or [default]), drain_timeout_s))
+    server = Server(folder, options, ServerOptions(host, port, tuple(names or [model_name(folder)]), drain_timeout_s))
     return asyncio.run(server.run())

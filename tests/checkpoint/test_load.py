@@ -10,7 +10,6 @@ from flax import nnx
 from dsjax import LLM, SamplingParams
 from dsjax.checkpoint.load import Weights, load_weights, random_weights
 from dsjax.checkpoint.names import checkpoint_tensors, weight_sources
-from dsjax.checkpoint.resolve import resolve_model
 from dsjax.checkpoint.safetensors import read_file, write_file
 from dsjax.config import ModelConfig
 from dsjax.errors import CheckpointError
@@ -137,17 +136,3 @@ def test_dummy_weights_spread_tokens_over_the_experts():
     h = np.random.default_rng(0).normal(size=(4000, gate.shape[1]))
     counts = np.bincount(np.argmax(h @ gate.T, axis=1), minlength=8)
     assert counts.min() > 0.5 * counts.mean()
-
-
-def test_models_that_are_not_there(tmp_path):
-    with pytest.raises(CheckpointError, match="There is no model at nowhere"):
-        resolve_model("nowhere")
-    with pytest.raises(CheckpointError, match=r"has no config\.json"):
-        resolve_model(tmp_path)
-    assert (resolve_model("demo") / "tokenizer.json").exists()
-
-
-@pytest.mark.parametrize("model", [None, 5, b"demo", ["demo"], "x" * 5000, "~nobody-of-this-name/model"], ids=repr)
-def test_models_that_are_no_path(model):
-    with pytest.raises(CheckpointError, match="The model"):
-        resolve_model(model)
