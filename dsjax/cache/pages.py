@@ -9,15 +9,16 @@ import numpy as np
 Key = bytes  # stands for the tokens of a page and of all pages before it
 
 
-def page_keys(tokens: Sequence[int], page_tokens: int, known: Sequence[Key] = ()) -> list[Key]:
-    """A key for every full page of `tokens`; `known` are those of its first pages.
+def page_keys(tokens: Sequence[int], page_tokens: int, after: Key = b"") -> list[Key]:
+    """A key for every full page of `tokens`, which follow the page with key `after`.
 
     Equal keys mean equal tokens from the beginning on (128-bit BLAKE2b over the key before and the page's tokens).
     """
-    keys = list(known)
-    for begin in range(len(keys) * page_tokens, len(tokens) - page_tokens + 1, page_tokens):
+    keys = []
+    for begin in range(0, len(tokens) - page_tokens + 1, page_tokens):
         content = np.asarray(tokens[begin : begin + page_tokens], np.int32).tobytes()
-        keys.append(hashlib.blake2b((keys[-1] if keys else b"") + content, digest_size=16).digest())
+        after = hashlib.blake2b(after + content, digest_size=16).digest()
+        keys.append(after)
     return keys
 
 

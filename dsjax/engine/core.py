@@ -3,7 +3,8 @@
 import logging
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -90,8 +91,9 @@ class Engine:
         if that does not help. An interrupt while it waits for tokens loses nothing: the next call reads them.
         """
         self._check_alive()
-        if updates := self.scheduler.expire(time.monotonic()):
-            return updates
+        if expired := self.scheduler.expire(time.monotonic()):
+            return expired
+        updates = []
         try:
             updates = self._step()
         except jax.errors.JaxRuntimeError as error:
@@ -113,10 +115,10 @@ class Engine:
         sizes = self._chunk_sizes(len(tokens), chunk_tokens)
         params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)  # so that each token has its logits
         request = Request.create("logits", tokens, params, self.limits)
-        while self._pending:
-            self._collect_oldest()
-        self.add(request)
         try:
+            while self._pending:
+                self._collect_oldest()
+            self.add(request)
             return np.concatenate([self._chunk_logits(size) for size in sizes])
         except jax.errors.JaxRuntimeError as error:
             raise self._die(f"the device failed: {error}") from error
@@ -134,36 +136,43 @@ class Engine:
         self.runner.close()
 
     def _step(self) -> list[Update]:
-        enqueued = self._dispatch_next()
-        if enqueued is not None:
-            self._pending.append(enqueued)
-        if len(self._pending) > (enqueued is not None):
+        before = len(self._pending)
+        with self._as_a_whole("enqueuing"):
+            enqueued = self._dispatch_next()
+            self._pending.extend([] if enqueued is None else [enqueued])
+        if before:
             return self._collect_oldest()
         if self.scheduler.has_work and enqueued is None:
             raise self._die("there are open requests, but none of them can run")
         return []
 
     def _dispatch_next(self, step_tokens: int | None = None) -> _Pending | None:
-        """Schedule and enqueue the next step, if there is one.
-
-        Requests are counted forward when they are scheduled, so a step that is not enqueued for another reason than a
-        device failure ends the engine.
-        """
-        try:
-            step = self.scheduler.schedule(step_tokens)
-            return None if step is None else _Pending(step, self.runner.dispatch(step))
-        except jax.errors.JaxRuntimeError:
-            raise
-        except BaseException as error:
-            self._die(f"enqueuing a step failed ({type(error).__name__}: {error})")
-            raise
+        """Schedule and enqueue the next step, if there is one."""
+        step = self.scheduler.schedule(step_tokens)
+        return None if step is None else _Pending(step, self.runner.dispatch(step))
 
     def _collect_oldest(self) -> list[Update]:
         step, result = self._pending[0]
         picked = self.runner.read(result, step.picks)
-        self._pending.popleft()
-        self._failures = 0
-        return self.scheduler.collect(step, picked)
+        with self._as_a_whole("collecting"):
+            self._pending.popleft()
+            if picked:
+                self._failures = 0  # a step without results may be one that a restart only repeats
+            return self.scheduler.collect(step, picked)
+
+    @contextmanager
+    def _as_a_whole(self, action: str) -> Iterator[None]:
+        """What scheduler and device must both do, or neither: anything but a device failure in between ends the engine.
+
+        Requests are counted forward when they are scheduled, and changed one by one when results come.
+        """
+        try:
+            yield
+        except jax.errors.JaxRuntimeError:
+            raise
+        except BaseException as error:
+            self._die(f"{action} a step failed ({type(error).__name__}: {error})")
+            raise
 
     def _chunk_sizes(self, tokens: int, chunk_tokens: int | Sequence[int] | None) -> Sequence[int]:
         largest = self.runner.rows
@@ -178,14 +187,15 @@ class Engine:
         return sizes
 
     def _chunk_logits(self, size: int) -> np.ndarray:
-        pending = self._dispatch_next(size)
+        with self._as_a_whole("enqueuing"):
+            pending = self._dispatch_next(size)
         assert pending is not None, "an idle engine can always admit a request that passed its limits"
         return self.runner.logits(pending.result, pending.step.num_tokens)
 
     def _recover(self, error: Exception) -> None:
         """Make the caches anew after a failed device call; open requests are computed again from the beginning.
 
-        Their tokens stay the same: what is known is kept, and the rest is sampled with the same noise.
+        Known tokens are kept, and the others sampled with the same noise.
         """
         self._failures += 1
         count("device_failures")

@@ -66,8 +66,7 @@ class Request:
     finished or not. `computed`: leading tokens whose cache entries are written or on their way. `in_flight`: sampled
     tokens, and `picks_in_flight` results of any kind, that the host has not read yet. `row` and `pages` (per page kind)
     are held while running; `keys` name the contents of its full pages, of which the first `remembered` may be shared.
-    `cached_tokens`: how many tokens of the prompt
-    were found in the cache when it started.
+    `cached_tokens`: how many tokens of the prompt were found in the cache when it started.
     """
 
     id: str
@@ -151,9 +150,11 @@ class Request:
 
     def page_keys(self, kind: PageKind) -> list[Key]:
         """Keys of the pages that the known tokens fill."""
-        keys = self.keys.get(kind.name, [])
-        if len(keys) < self.known_tokens // kind.page_tokens:
-            keys = self.keys[kind.name] = page_keys([*self.prompt, *self.outputs], kind.page_tokens, keys)
+        keys = self.keys.setdefault(kind.name, [])
+        begin = len(keys) * kind.page_tokens
+        if self.known_tokens - begin >= kind.page_tokens:
+            tokens = self.tokens(begin, self.known_tokens - begin, unknown=-1)
+            keys += page_keys(tokens, kind.page_tokens, after=keys[-1] if keys else b"")
         return keys
 
 

@@ -2,9 +2,10 @@
 
 Requests are ranked by priority, then by arrival. Running requests get their tokens first, in order of rank: one decode
 token each, and what is left of a step's budget for prefill chunks; then waiting requests are admitted. Pages are taken
-as they are reached. When none are left, the running request of the lowest rank is preempted: it gives up row and pages,
-waits in its place, and is computed again later. The first in rank can always preempt all others, and no request is
-larger than the cache, so it always advances, and after it the next.
+as they are reached. When none are left, or a request of higher priority waits for a row or for pages, the running
+request of the lowest rank is preempted: it gives up row and pages, waits in its place, and is computed again later. The
+first in rank can always preempt all others, and no request is larger than the cache, so it always advances, and after
+it the next.
 """
 
 import logging
@@ -12,6 +13,7 @@ import math
 from bisect import insort
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from heapq import heappop, heappush
 
 from dsjax.cache.kinds import PageKind
 from dsjax.cache.pages import PagePool
@@ -41,7 +43,7 @@ class Update:
 
 @dataclass
 class _Budget:
-    """What a step has left: tokens to compute, and picks beyond the one that every open request may need."""
+    """What a step has left: tokens to compute, and picks beyond the one that every running request may need."""
 
     tokens: int
     picks: int
@@ -67,6 +69,7 @@ class Scheduler:
         self.waiting: list[Request] = []  # in order of rank, as is `running`
         self.running: list[Request] = []
         self._requests: dict[str, Request] = {}
+        self._deadlines: list[tuple[float, int, Request]] = []  # a heap; some may have ended
         self._arrivals = 0
         self._free_rows = list(range(rows - 1, -1, -1))
 
@@ -84,6 +87,8 @@ class Scheduler:
         self._arrivals += 1
         request.arrival = self._arrivals
         insort(self.waiting, request, key=_rank)
+        if request.deadline is not None:
+            heappush(self._deadlines, (request.deadline, request.arrival, request))
 
     def abort(self, request_id: str) -> Update | None:
         """End a request wherever it is. None if no such request is open."""
@@ -95,25 +100,30 @@ class Scheduler:
 
     def expire(self, now: float) -> list[Update]:
         """End the requests whose deadline has come; `now` as time.monotonic()."""
-        expired = [r for r in self._requests.values() if r.deadline is not None and r.deadline <= now]
-        for request in expired:
-            self._end(request, "timeout")
-        return [Update(request, [], "timeout") for request in expired]
+        updates = []
+        while self._deadlines and self._deadlines[0][0] <= now:
+            *_, request = heappop(self._deadlines)
+            if request.finish_reason is None:
+                self._end(request, "timeout")
+                updates.append(Update(request, [], "timeout"))
+        return updates
 
     def schedule(self, step_tokens: int | None = None) -> Step | None:
         """The next step of at most `step_tokens` tokens; None if there is nothing to compute.
 
         Pages are taken and requests counted forward, so every step must be run and then handed to `collect`.
         """
+        self._make_way()
         step = Step()
-        budget = _Budget(step_tokens or self.step_tokens, max(self.rows - len(self._requests), 0))
+        budget = _Budget(step_tokens or self.step_tokens, self.rows - len(self.running))
         decodes = [request.remaining == 1 for request in self.running]
         still_to_decode = sum(decodes)
         for request, is_decode in zip(list(self.running), decodes, strict=True):
             still_to_decode -= is_decode
             if request.row is not None:  # else it has just been preempted
                 self._advance(step, request, budget, keep=still_to_decode)
-        while budget.tokens and self.waiting and self._admit(step, self.waiting[0]):
+        while budget.tokens and budget.picks and self.waiting and self._admit(step, self.waiting[0]):
+            budget.picks -= 1
             self._advance(step, step.admitted[-1].request, budget)
         step.close()
         return step if step.chunks else None
@@ -157,7 +167,9 @@ class Scheduler:
         scored_from = request.unscored
         length = min(request.remaining, budget.tokens - keep)
         if scored_from is not None:
-            length = min(length, 1 + budget.picks)
+            without_pick = max(scored_from - request.computed, 0)
+            length = min(length, without_pick + 1 + budget.picks)
+            budget.picks -= max(length - without_pick - 1, 0)
         length = self._make_room(request, length)
         if length < 1:
             return
@@ -168,7 +180,14 @@ class Scheduler:
         self._remember(request)
         step.chunks.append(Chunk(request, start, length, samples, scored_from, new_pages))
         budget.tokens -= length
-        budget.picks -= 0 if scored_from is None else length - 1
+
+    def _make_way(self) -> None:
+        """Preempt running requests of lower priority than the first that waits, until there is room for that one."""
+        while self.waiting and self.running and self.running[-1].priority < self.waiting[0].priority:
+            first = self.waiting[0]
+            if first.picks_in_flight or self._fits(first, self._cached_prefix(first)):
+                return
+            self._preempt(self.running[-1])
 
     def _make_room(self, request: Request, length: int) -> int:
         """How many of `length` more tokens have room, once requests of lower rank have made way for them."""
@@ -209,7 +228,7 @@ class Scheduler:
         if not self._free_rows or request.picks_in_flight:
             return False
         cached = self._cached_prefix(request)
-        if not all(self._has_room(kind, request, cached[kind.name]) for kind in self.kinds):
+        if not self._fits(request, cached):
             return False
         self.waiting.remove(request)
         request.row, request.pages = self._free_rows.pop(), {name: list(pages) for name, pages in cached.items()}
@@ -234,6 +253,10 @@ class Scheduler:
         usable = min(usable, *(len(found[kind.name]) * kind.page_tokens for kind in self.kinds))
         usable -= usable % math.lcm(*(kind.page_tokens for kind in self.kinds))
         return {kind.name: found[kind.name][: usable // kind.page_tokens] for kind in self.kinds}
+
+    def _fits(self, request: Request, cached: dict[str, list[int]]) -> bool:
+        """Whether a row is free, and pages for all tokens of the request beyond those `cached`."""
+        return bool(self._free_rows) and all(self._has_room(kind, request, cached[kind.name]) for kind in self.kinds)
 
     def _has_room(self, kind: PageKind, request: Request, cached: Sequence[int]) -> bool:
         pool = self.pools[kind.name]
@@ -269,6 +292,7 @@ class Scheduler:
     def _unseat(self, request: Request) -> None:
         """Take row and pages from a running request. Steps in flight may still write to them: the device runs in order,
         so that is over before anyone else's step begins."""
+        request.remembered = {}  # contents that another page had may have been evicted since
         self._remember(request)
         self.running.remove(request)
         assert request.row is not None, "a running request has a row"

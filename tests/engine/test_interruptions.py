@@ -90,6 +90,38 @@ def test_a_device_that_fails_again_and_again_ends_the_engine_loudly(own_llm: LLM
             own_llm.generate(PROMPT, PARAMS)
 
 
+def test_steps_that_a_restart_only_repeats_are_no_progress(own_llm: LLM, monkeypatch: pytest.MonkeyPatch):
+    """A prompt in chunks of 32 tokens, of which the fourth always fails; the three before it succeed each time."""
+    dispatch = own_llm.engine.runner.dispatch
+
+    def fail_later(step):
+        if step.chunks[0].start >= 96:
+            raise jax.errors.JaxRuntimeError("out of memory")
+        return dispatch(step)
+
+    monkeypatch.setattr(own_llm.engine.runner, "dispatch", fail_later)
+    with pytest.raises(EngineDeadError, match="failed 3 times in a row"):
+        own_llm.generate([7] * 320, PARAMS)
+
+
+@pytest.mark.parametrize("method", ["schedule", "collect"])
+def test_an_interrupt_half_way_through_a_step_ends_the_engine(
+    own_llm: LLM, monkeypatch: pytest.MonkeyPatch, method: str
+):
+    """Host and device would not agree on the tokens any more."""
+    original = getattr(own_llm.engine.scheduler, method)
+
+    def interrupted(*arguments):
+        original(*arguments)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(own_llm.engine.scheduler, method, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        own_llm.generate(PROMPT, PARAMS)
+    with pytest.raises(EngineDeadError, match=r"a step failed \(KeyboardInterrupt"):
+        own_llm.generate(PROMPT, PARAMS)
+
+
 def test_a_device_on_which_no_cache_can_be_made_anew(own_llm: LLM, monkeypatch: pytest.MonkeyPatch):
     def fail(*_):
         raise jax.errors.JaxRuntimeError("out of memory")

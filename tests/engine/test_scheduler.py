@@ -1,5 +1,6 @@
 """The scheduler without a device: order, budgets, admission, and random histories in which nothing may be lost."""
 
+import itertools
 from zlib import crc32
 
 import pytest
@@ -156,6 +157,42 @@ def test_higher_priority_goes_first_and_is_preempted_last():
 PRIORITIES = {"low": 0, "middle": 1, "low too": 0, "high": 5}
 
 
+def test_a_higher_priority_takes_rows_and_pages_from_lower_ones():
+    scheduler = make_scheduler(pages=6, rows=2, step_tokens=512)
+    loop = Loop(scheduler)
+    low = [make_request(f"low {i}", 100, 80, pages=6, token=i) for i in range(2)]
+    for request in low:
+        scheduler.add(request)
+    for _ in range(5):
+        loop.step()
+    same = make_request("same", 10, 3, pages=6)
+    high = make_request("high", 200, 3, pages=6, token=9, priority=1)
+    for request in (same, high):
+        scheduler.add(request)
+    for _ in range(6):
+        loop.step()
+    assert loop.finished == {"high": "length"}, "both had to leave: one for its row, the other for its pages"
+    assert scheduler.preemptions == 2
+    loop.run_dry(300)
+    assert list(loop.finished) == ["high", "low 0", "low 1", "same"], "an equal priority takes nothing"
+    for request in (*low, same, high):
+        assert request.outputs == answer(request.prompt, request.max_tokens)
+
+
+def test_prompts_are_scored_at_full_speed_while_others_wait():
+    scheduler = make_scheduler(pages=12, rows=4, step_tokens=100)
+    loop = Loop(scheduler)
+    scored = make_request("scored", 30, 1, pages=12, prompt_logprobs=0)
+    scheduler.add(scored)
+    for i in range(20):
+        scheduler.add(make_request(f"other {i}", 5, 30, pages=12, token=i))
+    for _ in range(10):
+        loop.step()
+        assert loop.last is not None
+        assert len(loop.last.picks) <= 4
+    assert loop.finished == {"scored": "length"}, "30 places at 4 a step, and one step until the last is collected"
+
+
 def test_deadlines_end_requests_wherever_they_are():
     scheduler = make_scheduler(rows=1)
     running, waiting, patient = (make_request(id, 3, 20) for id in ("running", "waiting", "patient"))
@@ -276,12 +313,13 @@ def test_abort_while_waiting_prefilling_and_decoding():
 
 @st.composite
 def arrivals(draw):
-    """Requests that share beginnings: (prompt, max_tokens, priority, whether its prompt is scored)."""
+    """Requests that share beginnings: (prompt, max_tokens, priority, deadline, whether its prompt is scored)."""
     length = draw(st.integers(1, 200))
     family = draw(st.integers(0, 2))
     end = draw(st.integers(0, 3))
     prompt = [family] * max(length - end, 0) + [40] * min(end, length)
-    return prompt, draw(st.integers(1, 200)), draw(st.integers(0, 2)), draw(st.integers(0, 9)) == 0
+    deadline = draw(st.sampled_from([None, None, None, 1.0, 2.0, 3.0]))
+    return prompt, draw(st.integers(1, 200)), draw(st.integers(0, 2)), deadline, draw(st.integers(0, 9)) == 0
 
 
 ACTIONS = st.sampled_from(["step"] * 12 + ["abort", "expire", "fail", "add", "add", "add"])
@@ -294,7 +332,7 @@ def test_random_histories(sizes, events, step_tokens: int, pages: int):
     """Arrivals, aborts, deadlines, preemptions and device failures in a tiny pool: every request ends exactly once,
     with the tokens that it gets alone; rows and pages are conserved; all is given back."""
     scheduler = make_scheduler(pages, rows=3, step_tokens=step_tokens)
-    loop, pool = Loop(scheduler), scheduler.pools["latent"]
+    loop, pool, clock = Loop(scheduler), scheduler.pools["latent"], itertools.count(1.0)
     requests = [
         make_request(
             str(i),
@@ -306,9 +344,11 @@ def test_random_histories(sizes, events, step_tokens: int, pages: int):
             ignore_eos=False,
             prompt_logprobs=0 if scored else None,
         )
-        for i, (prompt, size, priority, scored) in enumerate(sizes)
+        for i, (prompt, size, priority, _, scored) in enumerate(sizes)
         if len(prompt) + size <= 64 * pages
     ]
+    for request in requests:
+        request.deadline = sizes[int(request.id)][3]
     to_come = list(reversed(requests))
 
     def add() -> None:
@@ -325,9 +365,7 @@ def test_random_histories(sizes, events, step_tokens: int, pages: int):
         elif action == "fail":
             loop.fail()
         else:
-            for request in requests:
-                request.deadline = 1.0 if request.id == str(number) else request.deadline
-            loop.note(scheduler.expire(now=2.0))
+            loop.note(scheduler.expire(now=next(clock)))
 
     add()
     for action, number in events:
