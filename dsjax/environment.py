@@ -70,7 +70,7 @@ def look_around(options: EngineOptions) -> Environment:
     target = devices[0]["target"] if devices else None
     return Environment(
         versions=_versions(),
-        driver=gpus[0]["driver"] if gpus else None,
+        driver=next((gpu["driver"] for gpu in gpus if gpu["driver"]), None),
         gpus=gpus,
         devices=devices,
         jax_error=error,
@@ -103,7 +103,7 @@ def _device_problems(env: Environment) -> list[Problem]:
             advice = "See what stops the plugin: JAX_PLATFORMS=cuda python -c 'import jax; jax.devices()'."
         found.append(Problem(what, advice))
     for gpu in env.gpus:
-        if gpu["used_mib"] > MUCH_MEMORY_MIB:
+        if (gpu["used_mib"] or 0) > MUCH_MEMORY_MIB:
             what = f"{gpu['name']}: other processes use {gpu['used_mib']} of {gpu['total_mib']} MiB."
             found.append(Problem(what, "End them (nvidia-smi lists them), or lower --gpu-memory-fraction."))
     return found
@@ -153,7 +153,10 @@ def _cache_problems(env: Environment) -> list[Problem]:
 
 
 def _versions() -> dict[str, str]:
-    installed = {dist.metadata["Name"].lower(): dist.version for dist in metadata.distributions()}
+    headers = [dist.metadata for dist in metadata.distributions()]
+    installed = {  # damaged metadata may lack either
+        name.lower(): header.get("Version") or "unknown" for header in headers if (name := header.get("Name"))
+    }
     cuda = sorted(name for name in installed if name.startswith(CUDA_PREFIXES))
     named = {name: installed[name] for name in (*PACKAGES, *cuda) if name in installed}
     return {"dsjax": dsjax.__version__, "python": platform.python_version()} | named
@@ -183,18 +186,26 @@ def _devices() -> tuple[list[dict[str, Any]], str | None]:
 
 
 def _nvidia_gpus() -> list[dict[str, Any]]:
-    """What nvidia-smi lists; nothing without it."""
+    """What nvidia-smi lists; nothing without it. What the driver does not tell is None."""
     fields = "name,memory.total,memory.used,driver_version"
     command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits"]
     try:
-        listed = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=30, check=True)
     except (OSError, subprocess.SubprocessError):
         return []
-    rows = [[cell.strip() for cell in line.split(",")] for line in listed.splitlines()]
-    return [
-        {"name": name, "total_mib": int(total), "used_mib": int(used), "driver": driver}
-        for name, total, used, driver in rows
-    ]
+    return [_nvidia_gpu(line) for line in done.stdout.splitlines() if line.strip()]
+
+
+def _nvidia_gpu(line: str) -> dict[str, Any]:
+    """A line of nvidia-smi's table; instead of a value it may have "[N/A]", instead of a row a message."""
+    name, *values = [cell.strip() for cell in line.rsplit(",", 3)]
+    total, used, driver = values if len(values) == 3 else ("", "", "")
+    return {
+        "name": name,
+        "total_mib": int(total) if total.isdecimal() else None,
+        "used_mib": int(used) if used.isdecimal() else None,
+        "driver": driver if driver[:1].isdecimal() else None,
+    }
 
 
 def _kernels(target: str) -> dict[str, str]:
@@ -216,6 +227,7 @@ def _executables(folder: Path) -> dict[str, Any]:
     from dsjax.aot.compile import kept_executables
 
     entries, size_bytes = kept_executables(folder)
-    nearest = next(place for place in (folder, *folder.absolute().parents) if place.exists())
+    places = (folder, *folder.absolute().parents)
+    nearest = next(place for place in places if os.path.exists(place))  # unlike Path.exists: False without access
     writable = nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK)
     return {"folder": str(folder), "entries": entries, "bytes": size_bytes, "writable": writable}

@@ -112,16 +112,16 @@ class CompletionRequest(GenerationRequest):
     def sampling_params(self) -> SamplingParams:
         """The sampling parameters; log-probabilities of an echo are those of the prompt. Raises RequestError."""
         max_tokens = DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens
-        count = len(self.prompt) * (self.n or 1)
-        if count > MAX_PROMPTS:
-            raise RequestError(
-                f"n is {self.n} for {len(self.prompt)} prompts, which makes {count} answers; at most {MAX_PROMPTS}.",
-                param="n",
-            )
         prompt_logprobs = self.prompt_logprobs
         if self.echo and self.logprobs is not None:
             prompt_logprobs = max(self.logprobs, prompt_logprobs or 0)
-        return self._sampling_params(max_tokens, logprobs=self.logprobs, prompt_logprobs=prompt_logprobs)
+        params = self._sampling_params(max_tokens, logprobs=self.logprobs, prompt_logprobs=prompt_logprobs)
+        if (count := len(self.prompt) * params.n) > MAX_PROMPTS:
+            raise RequestError(
+                f"n is {params.n} for {len(self.prompt)} prompts, which makes {count} answers; at most {MAX_PROMPTS}.",
+                param="n",
+            )
+        return params
 
 
 def _join_parts(content: Any) -> Any:

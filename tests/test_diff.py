@@ -12,7 +12,7 @@ import pytest
 from dsjax import LLM
 from dsjax.checkpoint.safetensors import read_file, write_file
 from dsjax.diff import Comparison, ForcedTokens, Trace, compare, continue_prompts, trace
-from dsjax.diff.report import as_text
+from dsjax.diff.report import as_json, as_text
 from dsjax.errors import OptionError
 from tests.conftest import GOLDEN, SMALL
 from tests.serve.commands import run_command
@@ -149,6 +149,9 @@ def test_numbers_that_are_none_and_integers():
     nan = np.array([[np.nan], [np.inf], [1.0]])
     assert compare(traces(x=nan), traces(x=nan)).agree
     assert not compare(traces(x=nan), traces(x=np.nan_to_num(nan)), tolerance=0.5).agree
+    text = json.dumps(as_json(compare(traces(x=np.ones((3, 1))), traces(x=nan))), allow_nan=False)
+    [value] = json.loads(text)["segments"][0]["values"]
+    assert (value["max_abs"], value["relative"], value["differing"]) == (None, None, 2)
     ids = np.array([[1, 2], [3, 4], [5, 6]], np.int32)
     moved = compare(traces(ids=ids), traces(ids=ids + np.array([[0, 0], [0, 90], [0, 0]], np.int32)))
     assert moved.segments[0].values[0].first == (0, 1)

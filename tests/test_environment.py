@@ -1,6 +1,8 @@
 """What `dsjax env` finds, and the advice it gives."""
 
 import json
+import os
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,7 +11,8 @@ import jax
 import pytest
 
 import dsjax
-from dsjax.environment import Environment, problems
+from dsjax.engine.options import EngineOptions
+from dsjax.environment import Environment, look_around, problems
 from tests.serve.commands import run_command
 
 GPU = {"name": "NVIDIA H200", "total_mib": 143771, "used_mib": 4, "driver": "580.159.03"}
@@ -53,6 +56,42 @@ def test_each_problem_is_named_with_advice(change: dict, what: str, advice: str)
     [problem] = problems(replace(SOUND, **change))
     assert what in problem.what
     assert advice in problem.advice
+
+
+def test_what_the_driver_does_not_tell_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    listed = [
+        "NVIDIA GB10, [N/A], [N/A], [N/A]",
+        "NVIDIA H200 MIG 1g, 143771, [Insufficient Permissions], 580.159.03",
+        "NVIDIA H200, 143771, 70000, 580.159.03",
+        "Unable to determine the device handle for GPU0000:01:00.0: Unknown Error",
+    ]
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text(f"#!{sys.executable}\nprint({chr(10).join(listed)!r})\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    env = look_around(EngineOptions(cache_dir=str(tmp_path)))
+    assert [tuple(gpu.values()) for gpu in env.gpus] == [
+        ("NVIDIA GB10", None, None, None),
+        ("NVIDIA H200 MIG 1g", 143771, None, "580.159.03"),
+        ("NVIDIA H200", 143771, 70000, "580.159.03"),
+        (listed[-1], None, None, None),
+    ]
+    assert env.driver == "580.159.03"
+    assert [problem.what for problem in problems(env) if "MiB" in problem.what] == [
+        "NVIDIA H200: other processes use 70000 of 143771 MiB."
+    ]
+
+
+def test_damaged_packages_are_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    for name, text in {"nothing": None, "no_name": "Version: 1\n", "nvidia_x": "Name: nvidia-x\n"}.items():
+        folder = tmp_path / f"{name}-1.dist-info"
+        folder.mkdir()
+        if text is not None:
+            (folder / "METADATA").write_text(f"Metadata-Version: 2.1\n{text}")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    versions = look_around(EngineOptions(cache_dir=str(tmp_path))).versions
+    assert versions["jax"] == jax.__version__
+    assert versions["nvidia-x"] == "unknown"
 
 
 def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -1,5 +1,6 @@
 """A comparison as text and as JSON."""
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from itertools import groupby
@@ -10,10 +11,22 @@ from dsjax.diff.trace import ForcedTokens
 
 
 def as_json(comparison: Comparison) -> dict[str, Any]:
-    """The comparison as plain dicts and lists, with its verdict: "agree", and the segment that differs "first"."""
+    """The comparison as plain dicts and lists, with its verdict: "agree", and the segment that differs "first".
+
+    Numbers that are not finite, which JSON cannot say, are None.
+    """
     first = comparison.first
     verdict = {"agree": comparison.agree, "first": None if first is None else first.segment}
-    return verdict | asdict(comparison)
+    return verdict | _finite(asdict(comparison))
+
+
+def _finite(value: Any) -> Any:
+    """`value`, with None in place of each number in it that is not finite."""
+    if isinstance(value, dict):
+        return {name: _finite(one) for name, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def as_text(comparison: Comparison, sequences: Sequence[ForcedTokens]) -> str:

@@ -44,7 +44,10 @@ def diff(
             traces.append(trace(llm, sequences))
     comparison = compare(*traces, tolerance=tolerance)
     assert sequences is not None, "there are two settings"
-    typer.echo(json.dumps(report.as_json(comparison), indent=2) if as_json else report.as_text(comparison, sequences))
+    if as_json:
+        typer.echo(json.dumps(report.as_json(comparison), indent=2, allow_nan=False))
+    else:
+        typer.echo(report.as_text(comparison, sequences))
     raise typer.Exit(0 if comparison.agree else 1)
 
 

@@ -97,6 +97,7 @@ def test_request_fields_reach_the_engine():
         (COMPLETIONS, {"n": 0}, "n", "from 1 to 128"),
         (COMPLETIONS, {"n": 129}, "n", "from 1 to 128"),
         (COMPLETIONS, {"n": 100, "prompt": ["x"] * 21}, "n", "2100 answers; at most 2048"),
+        (COMPLETIONS, {"n": 10**4299, "prompt": ["x"] * 21}, "n", "from 1 to 128"),
         (COMPLETIONS, {"logprobs": True}, "logprobs", "integer"),
         (COMPLETIONS, {"logprobs": -1}, "logprobs", "from 0 to 20"),
         (COMPLETIONS, {"logprobs": 21, "echo": True}, "logprobs", "from 0 to 20"),
