@@ -2,6 +2,7 @@
 
     python -m bench.engine                                        # the demo model
     python -m bench.engine --model v2_lite --plans step           # a published shape with random weights
+    python -m bench.engine --plans step --deterministic           # the price of deterministic mode
 
 Prompts are random token ids. TTFT: one request with max_tokens 1 on an idle engine, host to host. TPOT: a batch whose
 prompts are already prefilled, decoding; wall time of the steps in between over their number.
@@ -17,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from bench.records import record, save
+from bench.records import against, record, save
 from dsjax import LLM, SamplingParams
 from dsjax.engine.request import Request
 from dsjax.published import FOLDER, MODELS
@@ -42,6 +43,7 @@ def ttft_ms(llm: LLM, length: int, repeats: int) -> list[float]:
     llm.generate([prompt], params)
     times = []
     for _ in range(repeats):
+        llm.engine.forget_prefixes()
         begin = time.perf_counter()
         llm.generate([prompt], params)
         times.append((time.perf_counter() - begin) * 1e3)
@@ -84,12 +86,10 @@ def dispatches_per_step(llm: LLM) -> int:
     return (executor.dispatched - before - admission) // steps
 
 
-def measure(llm: LLM, plan: str, args: argparse.Namespace) -> list[dict[str, Any]]:
-    """All records of one plan."""
-    quick = plan == "off"
+def measure(llm: LLM, case: str, args: argparse.Namespace, quick: bool) -> list[dict[str, Any]]:
+    """All records of one engine."""
     lengths, batches = (args.prompts[:1], args.batches[:1]) if quick else (args.prompts, args.batches)
     repeats, steps = (2, 3) if quick else (args.repeats, 30)
-    case = f"{Path(args.model).name} {plan}"
     records = [
         record(SUITE, "ttft", f"{case} prompt {length}", "time", ttft_ms(llm, length, repeats), "ms")
         for length in lengths
@@ -108,11 +108,25 @@ def measure(llm: LLM, plan: str, args: argparse.Namespace) -> list[dict[str, Any
     return records
 
 
+def run(plan: str, args: argparse.Namespace, **options: Any) -> list[dict[str, Any]]:
+    """All records of one plan."""
+    options = {"max_num_seqs": args.max_num_seqs, "max_model_len": args.max_model_len} | options
+    case = f"{Path(args.model).name} {plan}" + (" deterministic" if options.get("deterministic") else "")
+    with tempfile.TemporaryDirectory() as scratch:  # a compilation cache of its own, so that compiling is timed
+        options["cache_dir"] = f"{scratch}/cache"
+        llm = make_llm(args.model, plan, options, Path(scratch))
+        records = measure(llm, case, args, quick=plan == "off")
+        llm.close()
+    return records
+
+
 def table(records: Sequence[dict[str, Any]]) -> str:
     rows = [
-        f"{r['op']:6} {r['case']:36} {r['metric']:20} {r['value']:>10} {r['unit']:6} ±{r['spread']}" for r in records
+        f"{r['op']:6} {r['case']:48} {r['metric']:20} {r['value']:>10} {r['unit']:6} ±{r['spread']:<8} "
+        + (f"{r['ratio']} times as fast as {r['anchor']['name']}" if r["anchor"] else "")
+        for r in records
     ]
-    return "\n".join(rows)
+    return "\n".join(map(str.rstrip, rows))
 
 
 def main() -> None:
@@ -126,14 +140,15 @@ def main() -> None:
     parser.add_argument("--max-num-seqs", type=int)
     parser.add_argument("--max-batched-tokens", type=int)
     parser.add_argument("--max-model-len", type=int)
+    parser.add_argument("--deterministic", action="store_true", help="each plan also in deterministic mode, compared")
+    parser.add_argument("--deterministic-tokens", type=int, help="its max_batched_tokens")
     args = parser.parse_args()
-    options = {name: getattr(args, name) for name in ("max_num_seqs", "max_batched_tokens", "max_model_len")}
     records = []
     for plan in args.plans:
-        with tempfile.TemporaryDirectory() as scratch:  # a compilation cache of its own, so that compiling is timed
-            llm = make_llm(args.model, plan, options | {"cache_dir": f"{scratch}/cache"}, Path(scratch))
-            records += measure(llm, plan, args)
-            llm.close()
+        records += (plain := run(plan, args, max_batched_tokens=args.max_batched_tokens))
+        if args.deterministic and plan != "off":
+            slow = run(plan, args, max_batched_tokens=args.deterministic_tokens, deterministic=True)
+            records += [against(one, other) for one, other in zip(slow, plain, strict=True)]
     print(table(records))
     print(f"saved to {save(records)}")
 

@@ -44,6 +44,12 @@ def record(suite: str, op: str, case: str, metric: str, samples: Sequence[float]
     }
 
 
+def against(entry: dict[str, Any], anchor: dict[str, Any]) -> dict[str, Any]:
+    """`entry` compared with `anchor`, a record of the same run of which less is better: `ratio` above 1 is faster."""
+    compared = {"name": anchor["case"], "value": anchor["value"]}
+    return entry | {"anchor": compared, "ratio": float(f"{anchor['value'] / entry['value']:.3g}")}
+
+
 def save(records: Sequence[dict[str, Any]]) -> Path:
     """Add `records` of one suite to its file; records of the same op, case and metric are replaced."""
     path = RESULTS / records[0]["card"] / f"{records[0]['suite']}.json"

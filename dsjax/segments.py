@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import lax
 from jax.sharding import Mesh, NamedSharding
 
 from dsjax.quantization import BlockScaled
@@ -90,7 +91,8 @@ class Chain:
 
     `places` are baked in where segments of several layers are chained; a chain within one layer gets them as an
     argument instead, and has None throughout. A `tapped` chain returns one result more: per segment what it gave, by
-    name, caches excepted.
+    name, caches excepted. In a `deterministic` chain each segment computes the same bits as in any other: XLA may fuse
+    nothing across segments.
     """
 
     segments: tuple[Segment, ...]
@@ -98,6 +100,7 @@ class Chain:
     takes: tuple[str, ...]
     gives: tuple[str, ...]
     tapped: bool = False
+    deterministic: bool = False
 
     @property
     def name(self) -> str:
@@ -109,8 +112,11 @@ class Chain:
         named, taps = dict(zip(self.takes, values, strict=True)), []
         for segment, leaves, baked in zip(self.segments, weights, self.places, strict=True):
             named["places"] = places if baked is None else {kind: jnp.int32(place) for kind, place in baked}
+            arguments = [named[name] for name in segment.takes]
+            if self.deterministic:
+                arguments = lax.optimization_barrier(arguments)
             function = segment.traced_once if jit else segment.run
-            results = function(leaves, *(named[name] for name in segment.takes))
+            results = function(leaves, *arguments)
             named.update(zip(segment.gives, results, strict=True))
             taps.append({name: named[name] for name in segment.gives if name != "pools"})
         given = tuple(named[name] for name in self.gives)

@@ -7,6 +7,8 @@ shards and call the collectives of TensorParallel themselves. With one device th
 
 import re
 from dataclasses import dataclass
+from functools import reduce
+from operator import add
 
 import jax
 from jax import lax
@@ -36,13 +38,19 @@ VALUE_PARTITIONS = {"q": PartitionSpec(None, TP), "o": PartitionSpec(None, TP)}
 
 @dataclass(frozen=True)
 class TensorParallel:
-    """Collectives over the tp axis of the mesh, for use inside a segment. `size` is the number of devices."""
+    """Collectives over the tp axis of the mesh, for use inside a segment. `size` is the number of devices.
+
+    `in_order`: sums add in mesh order. Otherwise the order depends on an element's place, as in a ring of devices.
+    """
 
     size: int = 1
+    in_order: bool = False
 
     def sum(self, x: jax.Array) -> jax.Array:
         """Add up each device's partial `x`; every device gets the sum."""
-        return x if self.size == 1 else lax.psum(x, TP)
+        if self.size == 1:
+            return x
+        return reduce(add, lax.all_gather(x, TP)) if self.in_order else lax.psum(x, TP)
 
     def gather(self, x: jax.Array, axis: int) -> jax.Array:
         """Join each device's `x` along `axis`, in mesh order."""

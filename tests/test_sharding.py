@@ -2,8 +2,10 @@
 
 from collections.abc import Callable
 
+import jax
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec
 
 from dsjax import LLM
 from dsjax.aot.compile import weight_bytes
@@ -13,7 +15,7 @@ from dsjax.checkpoint.load import load_weights
 from dsjax.config import ModelConfig
 from dsjax.model import abstract_model
 from dsjax.pallas_kernels import Ops
-from dsjax.sharding import TensorParallel, make_mesh, weight_partition
+from dsjax.sharding import REPLICATED, TP, TensorParallel, make_mesh, weight_partition
 from tests.conftest import GOLDEN
 from tests.test_golden import GREEDY, TOLERANCE, golden, logit_error
 
@@ -41,6 +43,19 @@ def test_every_device_holds_its_share_of_the_weights():
     for path, leaves in weights.items():
         for split, one in zip(leaves, whole[path], strict=True):
             np.testing.assert_array_equal(split, one)
+
+
+def test_sums_in_mesh_order():
+    parts = np.random.default_rng(0).normal(size=(4, 50)).astype(np.float32)
+    tp = TensorParallel(4, in_order=True)
+    run = jax.shard_map(
+        lambda part: tp.sum(part[0]),
+        mesh=make_mesh(4),
+        in_specs=PartitionSpec(TP),
+        out_specs=REPLICATED,
+        check_vma=False,
+    )
+    np.testing.assert_array_equal(run(parts), parts[0] + parts[1] + parts[2] + parts[3])
 
 
 def test_a_weight_without_a_rule_is_an_error():

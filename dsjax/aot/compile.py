@@ -19,7 +19,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from dsjax.aot.planner import PlannedProgram, ProgramKey
 from dsjax.aot.repair import repair_compilation_cache
-from dsjax.aot.xla_options import COMPILER_OPTIONS
+from dsjax.aot.xla_options import compiler_options
 from dsjax.segments import Chain, Link
 from dsjax.sharding import REPLICATED, value_partition, weight_partition
 from dsjax.telemetry import count, counters, warn_once
@@ -183,7 +183,7 @@ def donated_bytes(executable: Any) -> int:
 
 
 def _compile(chain: Chain, lowered: Any) -> Any:
-    executable = lowered.compile(compiler_options=COMPILER_OPTIONS)
+    executable = lowered.compile(compiler_options=compiler_options(chain.deterministic))
     _check_in_place(chain, executable)
     return executable
 

@@ -10,11 +10,16 @@ _TOKEN_STRETCHES = ((16, 8), (32, 16), (128, 32), (256, 16), (512, 32), (1024, 6
 _LAST_DISTANCE = 512
 _FIRST_ROWS = (1, 2, 4, 8, 16)
 _TAIL_ROWS = (1, 4, 16, 32, 64, 128, 256, 512)
+# Products compute this many rows alike wherever they stand; rows left over are added up in another order.
+ROW_GROUP = 16
 
 
 @dataclass(frozen=True)
 class Buckets:
-    """The buckets of a deployment: tokens of mixed bodies, rows of decode bodies, rows of tails."""
+    """The buckets of a deployment: tokens of mixed bodies, rows of decode bodies, rows of tails.
+
+    Without mixed bodies, prompts too run as decode tokens.
+    """
 
     tokens: tuple[int, ...]
     decode: tuple[int, ...]
@@ -22,8 +27,21 @@ class Buckets:
 
     @property
     def rows(self) -> int:
-        """max_num_seqs: the size of all row-side arrays."""
-        return self.decode[-1]
+        """The size of all row-side arrays: max_num_seqs, or more in deterministic mode."""
+        return self.tails[-1]
+
+    @property
+    def step_tokens(self) -> int:
+        """Most tokens of a step."""
+        return (self.tokens or self.decode)[-1]
+
+
+def one_shape(tokens: int) -> Buckets:
+    """The buckets of deterministic mode: one body and one tail serve every step, so no result depends on a bucket.
+
+    `tokens`, a multiple of 2 * ROW_GROUP, is the size of the body. Rows are half of it: prompts go on while all decode.
+    """
+    return Buckets((), (tokens,), (tokens // 2,))
 
 
 def token_ladder(largest: int) -> tuple[int, ...]:

@@ -6,7 +6,7 @@ tails, never their product. Three more programs have one size: "set_rows" and "s
 their rows, "logits" in the place of a tail when someone asks for logits.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -58,19 +58,24 @@ def constraint_shape(config: ModelConfig) -> ConstraintShape:
     return ConstraintShape(config.vocab_size, MAX_STOP_IDS + len(config.eos_token_ids))
 
 
-def plan_programs(model: Model, buckets: Buckets, plan: str) -> list[PlannedProgram]:
+def plan_programs(model: Model, buckets: Buckets, plan: str, deterministic: bool = False) -> list[PlannedProgram]:
     """Every program of a deployment, cut by `plan`."""
     layers = _layer_calls(model)
     keys = [ProgramKey("decode", bucket) for bucket in buckets.decode]
     keys += [ProgramKey("mixed", bucket) for bucket in buckets.tokens]
     planned = [_body(model, layers, key, buckets.rows, plan) for key in keys]
     planned += [_tail(model, bucket, buckets.rows, plan) for bucket in buckets.tails]
-    return [
-        *planned,
+    planned += [
         _logits(model, buckets.rows, plan),
         _set_rows(buckets.rows, model.page_kinds, plan),
         _set_constraints(model, plan),
     ]
+    return [_deterministic(program) for program in planned] if deterministic else planned
+
+
+def _deterministic(program: PlannedProgram) -> PlannedProgram:
+    links = (link._replace(chain=replace(link.chain, deterministic=True)) for link in program.links)
+    return replace(program, links=tuple(links))
 
 
 def state_avals(model: Model, pages: dict[str, int], rows: int, max_tokens: int) -> dict[str, Any]:

@@ -39,12 +39,13 @@ class Blueprint:
         """The blueprint of a model on this machine. Raises OptionError if the options do not fit it."""
         mesh = make_mesh(options.tp)
         deployment = resolve(options, config, target_of(mesh.devices.flat[0]))
-        ops = Ops.for_target(deployment.target)
-        model = abstract_model(config, deployment.dtype, ops, TensorParallel(options.tp))
+        ops = Ops.deterministic() if deployment.deterministic else Ops.for_target(deployment.target)
+        tp = TensorParallel(options.tp, in_order=deployment.deterministic)
+        model = abstract_model(config, deployment.dtype, ops, tp)
         plan = "piece" if deployment.plan == "off" else deployment.plan
-        planned = plan_programs(model, deployment.buckets, plan)
+        planned = plan_programs(model, deployment.buckets, plan, deployment.deterministic)
         left = available_bytes(mesh, options.gpu_memory_fraction, weight_bytes(planned, mesh))
-        rows, length = deployment.buckets.rows, deployment.max_model_len
+        rows, length = deployment.max_num_seqs, deployment.max_model_len
         pages = cache_pages(model.page_kinds, rows, length, options.kv_tokens, left)
         return cls(mesh, deployment, model, planned, pages)
 

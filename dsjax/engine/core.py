@@ -42,8 +42,8 @@ class Engine:
         self.scheduler = Scheduler(
             self.runner.kinds,
             self.runner.pages,
-            rows=self.runner.rows,
-            step_tokens=self.runner.buckets.tokens[-1],
+            rows=self.runner.blueprint.deployment.max_num_seqs,
+            step_tokens=self.runner.buckets.step_tokens,
             eos_token_ids=config.eos_token_ids,
             prefix_cache=options.prefix_cache,
         )

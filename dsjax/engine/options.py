@@ -7,7 +7,7 @@ from numbers import Integral
 from pathlib import Path
 from typing import Any
 
-from dsjax.aot.ladders import Buckets, row_ladder, sparse, tail_ladder, token_ladder
+from dsjax.aot.ladders import ROW_GROUP, Buckets, one_shape, row_ladder, sparse, tail_ladder, token_ladder
 from dsjax.aot.targets import CPU
 from dsjax.config import ModelConfig
 from dsjax.errors import OptionError
@@ -16,6 +16,8 @@ from dsjax.errors import OptionError
 CPU_ROWS, CPU_TOKENS = 16, 512
 GPU_ROWS, GPU_TOKENS = 128, 8192
 MAX_STEP_TOKENS = 65536  # larger bodies take ever longer to compile, and prompts are cut into steps anyway
+# In deterministic mode every step costs as much as a full one.
+CPU_FIXED_TOKENS, GPU_FIXED_TOKENS = 32, 256
 
 PLANS = ("auto", "step", "layer", "piece", "off")
 LOAD_FORMATS = ("auto", "dummy")
@@ -33,7 +35,8 @@ class EngineOptions:
     model over. `kv_tokens`: size of the cache in tokens; by default it is enough for max_num_seqs requests of full
     length, or what memory allows: on GPUs `gpu_memory_fraction` of what JAX may use, less the weights and 2 GiB, on
     CPUs 1 GiB. `cache_dir`: where compiled executables are kept. `prefix_cache`: requests whose tokens begin equally
-    share the cache of that beginning.
+    share the cache of that beginning. `deterministic`: a request's tokens do not depend on what else runs;
+    max_batched_tokens is then the size of every step (256 on GPUs, 32 on CPUs), at least twice max_num_seqs.
     """
 
     max_model_len: int | None = None
@@ -48,6 +51,7 @@ class EngineOptions:
     gpu_memory_fraction: float = 0.85
     cache_dir: str | None = None
     prefix_cache: bool = True
+    deterministic: bool = False
 
     @classmethod
     def create(cls, **options: Any) -> "EngineOptions":
@@ -74,6 +78,8 @@ class EngineOptions:
         self._check_step_tokens()
         if self.plan == "off" and self.tp > 1:
             raise OptionError("plan 'off' runs op by op on one device only; use it with tp=1.")
+        if self.deterministic:
+            self._check_deterministic()
 
     def _check_token_buckets(self) -> None:
         buckets = self.token_buckets
@@ -97,16 +103,31 @@ class EngineOptions:
                 "several steps."
             )
 
+    def _check_deterministic(self) -> None:
+        if self.plan == "off":
+            raise OptionError("plan 'off' computes other bits than compiled plans; deterministic needs one of those.")
+        if self.token_buckets is not None:
+            raise OptionError("deterministic has one bucket for every step; set max_batched_tokens, not token_buckets.")
+        if self.max_batched_tokens is not None and self.max_batched_tokens % (2 * ROW_GROUP):
+            raise OptionError(
+                f"max_batched_tokens is {self.max_batched_tokens}; deterministic needs a multiple of {2 * ROW_GROUP}."
+            )
+
 
 @dataclass(frozen=True)
 class Deployment:
-    """What options come to: all that decides what is compiled, beside the model and the size of its cache."""
+    """What options come to: all that decides what is compiled, beside the model and the size of its cache.
+
+    `max_num_seqs`: requests that run at once; `buckets.rows`, the size of their arrays, may be larger.
+    """
 
     target: str
     dtype: str
     plan: str
     buckets: Buckets
     max_model_len: int
+    max_num_seqs: int
+    deterministic: bool
 
 
 def resolve(options: EngineOptions, config: ModelConfig, target: str) -> Deployment:
@@ -121,12 +142,16 @@ def resolve(options: EngineOptions, config: ModelConfig, target: str) -> Deploym
         plan="step" if options.plan == "auto" else options.plan,
         buckets=resolve_buckets(options, on_cpu),
         max_model_len=_max_model_len(options, config),
+        max_num_seqs=_max_num_seqs(options, on_cpu),
+        deterministic=options.deterministic,
     )
 
 
 def resolve_buckets(options: EngineOptions, on_cpu: bool) -> Buckets:
     """The ladders. On CPUs they are sparse, since compiling there costs more than padding."""
-    rows = options.max_num_seqs or (CPU_ROWS if on_cpu else GPU_ROWS)
+    rows = _max_num_seqs(options, on_cpu)
+    if options.deterministic:
+        return _one_shape(options.max_batched_tokens or (CPU_FIXED_TOKENS if on_cpu else GPU_FIXED_TOKENS), rows)
     thin = sparse if on_cpu else tuple
     if options.token_buckets is None:
         tokens = thin(token_ladder(options.max_batched_tokens or (CPU_TOKENS if on_cpu else GPU_TOKENS)))
@@ -149,6 +174,20 @@ def cache_folder(options: EngineOptions) -> Path:
 def executables_folder(options: EngineOptions) -> Path:
     """Where compiled executables are kept."""
     return cache_folder(options) / "executables"
+
+
+def _one_shape(tokens: int, rows: int) -> Buckets:
+    buckets = one_shape(tokens)
+    if buckets.rows < rows:
+        raise OptionError(
+            f"deterministic runs at most {buckets.rows} requests at once with max_batched_tokens {tokens}, but "
+            f"max_num_seqs is {rows}. Lower it, or set max_batched_tokens to twice as much."
+        )
+    return buckets
+
+
+def _max_num_seqs(options: EngineOptions, on_cpu: bool) -> int:
+    return options.max_num_seqs or (CPU_ROWS if on_cpu else GPU_ROWS)
 
 
 def _max_model_len(options: EngineOptions, config: ModelConfig) -> int:

@@ -32,7 +32,7 @@ def pack_step(step: Step, shape: StepShape, kinds: Sequence[PageKind]) -> np.nda
     starts = np.array([chunk.start for chunk in chunks])
     is_prefill = np.array([not chunk.is_decode for chunk in chunks])
     values = {
-        "num_decode": [step.num_decode],
+        "num_decode": [step.num_decode if shape.has_prefill else step.num_tokens],
         "token_ids": [id for c in chunks for id in c.request.tokens(c.start, c.length, LAST_TOKEN)],
         "token_rows": np.repeat(rows, lengths),
         "token_positions": np.arange(step.num_tokens) + np.repeat(starts - offsets, lengths),

@@ -122,7 +122,7 @@ class Runner:
         self.programs.clear()
 
     def _body(self, step: Step) -> ProgramKey:
-        if step.is_decode:
+        if step.is_decode or not self.buckets.tokens:
             return ProgramKey("decode", pick(self.buckets.decode, step.num_tokens))
         return ProgramKey("mixed", pick(self.buckets.tokens, step.num_tokens))
 

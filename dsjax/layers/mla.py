@@ -52,7 +52,7 @@ class MLAInput(nnx.Module):
         pool, slots = pools[LATENT], inputs.slots[LATENT]
         pages, offsets = slots // pool.shape[2], slots % pool.shape[2]
         latent = latent.astype(pool.dtype)
-        pool = pool.at[places[LATENT], pages, offsets].set(latent, mode="drop")
+        pool = pool.at[places[LATENT], pages, offsets].set(latent, mode="drop", unique_indices=True)
         return pools | {LATENT: pool}, q, mix, latent
 
     def project(self, h: jax.Array, cos: jax.Array, sin: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -2,7 +2,8 @@
 
 An operation is a folder: `reference.py` says in plain JAX what it means and runs everywhere, `shapes.py` names the
 shapes that real models give it. The folder's IMPLEMENTATIONS maps "reference" and targets ("hopper", ...) to
-functions of one signature. Models call operations through an Ops record, so swapping one is
+functions of one signature; "deterministic" is one in which a row's result depends neither on other rows nor on its
+place, where the reference is too slow for that mode. Models call operations through an Ops record, so swapping one is
 `dataclasses.replace(ops, experts=...)`.
 """
 
@@ -13,7 +14,7 @@ from types import ModuleType
 from dsjax.pallas_kernels import experts, mla_decode, mla_prefill, router
 from dsjax.telemetry import count, warn_once
 
-REFERENCE = "reference"
+REFERENCE, DETERMINISTIC = "reference", "deterministic"
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,12 @@ class Ops:
                 f"dsjax has no kernels for {', '.join(missing)} on {target}: their plain JAX references run, "
                 "which give the same results more slowly."
             )
+        return cls(**{name: module.IMPLEMENTATIONS[chosen[name]] for name, module in _MODULES.items()})
+
+    @classmethod
+    def deterministic(cls) -> "Ops":
+        """Implementations in which a row's result depends neither on other rows nor on its place."""
+        chosen = implementations(DETERMINISTIC)
         return cls(**{name: module.IMPLEMENTATIONS[chosen[name]] for name, module in _MODULES.items()})
 
 

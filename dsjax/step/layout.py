@@ -58,7 +58,7 @@ class StepShape:
     @property
     def decode_tokens(self) -> int:
         """Places at the front of the token arrays that may hold decode tokens."""
-        return min(self.tokens, self.rows)
+        return min(self.tokens, self.rows) if self.has_prefill else self.tokens
 
 
 @dataclass(frozen=True)

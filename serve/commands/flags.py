@@ -45,6 +45,9 @@ ENGINE_FLAGS: dict[str, Any] = {
     "gpu_memory_fraction": Annotated[float, typer.Option(help="Share of the GPU's memory to use.")],
     "cache_dir": Annotated[str | None, typer.Option(help="Folder for compiled executables.")],
     "prefix_cache": Annotated[bool, typer.Option(help="Share the cache of equal beginnings between requests.")],
+    "deterministic": Annotated[
+        bool, typer.Option("--deterministic", help="Make each answer independent of what else runs; slower.")
+    ],
 }
 
 SAMPLING_FLAGS: dict[str, Any] = {

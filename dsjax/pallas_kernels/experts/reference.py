@@ -52,7 +52,8 @@ def experts(x: jax.Array, gate_up: Weight, down: Weight, ids: jax.Array, weights
         inner = swiglu(both[:, :width], both[:, width:])
         out = jnp.dot(inner, dense(down[expert], x.dtype).T, preferred_element_type=jnp.float32)
         out = out * pair_weights[pairs][:, None]
-        return y.at[jnp.where(used, pairs // chosen, tokens)].add(out, mode="drop")
+        targets = jnp.where(used, pairs // chosen, tokens + jnp.arange(tile))
+        return y.at[targets].add(out, mode="drop", unique_indices=True)
 
     return lax.fori_loop(0, tiles.first_tile[-1], add_tile, jnp.zeros((tokens, hidden), jnp.float32))
 
