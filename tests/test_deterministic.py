@@ -1,5 +1,6 @@
 """Deterministic mode: a request's logits and tokens are the same bits whatever else runs, and whatever the plan."""
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -10,6 +11,7 @@ import pytest
 from flax import nnx
 
 from dsjax import LLM, SamplingParams
+from dsjax.engine.logprobs import TokenLogprobs
 from dsjax.engine.options import EngineOptions
 from dsjax.engine.request import Request
 from dsjax.errors import OptionError
@@ -28,13 +30,19 @@ OPTIONS = {
 }
 DEPLOYMENTS = [
     ("v3", {"plan": "step"}),
-    ("v3", {"plan": "layer"}),
-    ("v3", {"plan": "piece"}),
-    ("v2_lite", {"plan": "step", "dtype": "bfloat16"}),
-    ("v2_lite", {"plan": "piece", "dtype": "bfloat16"}),
+    ("v3", {"plan": "step", "dtype": "bfloat16"}),
+    ("v3", {"plan": "layer", "dtype": "bfloat16"}),
+    ("v2_lite", {"plan": "step"}),
+    ("v2_lite", {"plan": "piece"}),
 ]
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
-RANDOM = SamplingParams(temperature=1.2, top_k=50, top_p=0.9, seed=3, max_tokens=8, ignore_eos=True)
+RANDOM = SamplingParams(temperature=1.2, top_k=50, top_p=0.9, seed=3, max_tokens=8, ignore_eos=True, logprobs=3)
+COMPANY = [
+    GREEDY,
+    RANDOM,
+    replace(RANDOM, top_k=0, min_p=0.1, presence_penalty=0.5, logit_bias={7: 3.0}),
+    replace(GREEDY, repetition_penalty=1.3, allowed_token_ids=list(range(2, 100)), prompt_logprobs=2),
+]
 
 
 class Answer(NamedTuple):
@@ -42,10 +50,12 @@ class Answer(NamedTuple):
 
     tokens: list[int]
     logits: np.ndarray
+    logprobs: list[TokenLogprobs]
     cached_tokens: int | None
 
     def assert_same(self, other: "Answer") -> None:
         assert self.tokens == other.tokens
+        assert self.logprobs == other.logprobs
         np.testing.assert_array_equal(self.logits, other.logits)
 
 
@@ -70,13 +80,14 @@ def prompt(number: int, length: int = 70) -> list[int]:
 
 def ask(llm: LLM, requests: Sequence[tuple[list[int], SamplingParams]]) -> list[Answer]:
     """The answers to requests that are added in the given order."""
-    engine, logits = llm.engine, {}
+    engine, logits, logprobs = llm.engine, defaultdict(list), defaultdict(list)
     dispatch = engine.runner.dispatch
 
     def keep_logits(step):
         result = dispatch(step)
         for pick, row in zip(step.picks, engine.runner.logits(result, len(step.picks)), strict=True):
-            logits.setdefault(pick.request.id, []).append(row)
+            if pick.target is None:
+                logits[pick.request.id].append(row)
         return result
 
     open_requests = [Request.create(str(i), *request, engine.limits) for i, request in enumerate(requests)]
@@ -85,10 +96,11 @@ def ask(llm: LLM, requests: Sequence[tuple[list[int], SamplingParams]]) -> list[
         for request in open_requests:
             engine.add(request)
         while engine.has_work:
-            engine.step()
+            for update in engine.step():
+                logprobs[update.request.id] += update.logprobs or []
     finally:
         engine.runner.dispatch = dispatch
-    return [Answer(one.outputs, np.stack(logits[one.id]), one.cached_tokens) for one in open_requests]
+    return [Answer(r.outputs, np.stack(logits[r.id]), logprobs[r.id], r.cached_tokens) for r in open_requests]
 
 
 @pytest.mark.parametrize("params", [GREEDY, RANDOM], ids=["greedy", "random"])
@@ -99,7 +111,7 @@ def test_alone_and_in_company(llm: LLM, params: SamplingParams, first_answers: d
     first_answers.setdefault((model.config, model.dtype, params), alone).assert_same(alone)
     rng = np.random.default_rng(5)
     for others in (1, 3, 31):
-        crowd = [(prompt(i, rng.integers(1, 90)), (GREEDY, RANDOM)[i % 2]) for i in range(1, others + 1)]
+        crowd = [(prompt(i, rng.integers(1, 90)), COMPANY[i % len(COMPANY)]) for i in range(1, others + 1)]
         place = rng.integers(others + 1)
         answer = ask(llm, [*crowd[:place], (prompt(0), params), *crowd[place:]])[place]
         answer.assert_same(alone)
