@@ -53,7 +53,7 @@ def ttft_ms(llm: LLM, length: int, repeats: int) -> list[float]:
 def tpot_ms(llm: LLM, batch: int, context: int, steps: int, repeats: int) -> list[float]:
     """Milliseconds per decode step, one figure per repeat of `steps` steps."""
     engine = llm.engine
-    if batch > engine.runner.rows:
+    if batch > engine.scheduler.rows:
         raise SystemExit(f"batch {batch} needs --max-num-seqs of at least {batch}")
     params = SamplingParams(temperature=0, max_tokens=steps * (repeats + 1) + 8, ignore_eos=True)
     prompt = random_prompt(llm, context)

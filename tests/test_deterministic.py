@@ -21,13 +21,7 @@ from tests.conftest import GOLDEN
 from tests.test_golden import TOLERANCE, golden, logit_error
 
 # 32 requests at once, in steps of 64 tokens.
-OPTIONS = {
-    "deterministic": True,
-    "token_buckets": None,
-    "max_batched_tokens": 64,
-    "max_num_seqs": 32,
-    "kv_tokens": 4096,
-}
+OPTIONS = {"deterministic": True, "token_buckets": [64], "max_num_seqs": 32, "kv_tokens": 4096}
 DEPLOYMENTS = [
     ("v3", {"plan": "step"}),
     ("v3", {"plan": "step", "dtype": "bfloat16"}),
@@ -111,7 +105,7 @@ def test_alone_and_in_company(llm: LLM, params: SamplingParams, first_answers: d
     first_answers.setdefault((model.config, model.dtype, params), alone).assert_same(alone)
     rng = np.random.default_rng(5)
     for others in (1, 3, 31):
-        crowd = [(prompt(i, rng.integers(1, 90)), COMPANY[i % len(COMPANY)]) for i in range(1, others + 1)]
+        crowd = [(prompt(i, int(rng.integers(1, 90))), COMPANY[i % len(COMPANY)]) for i in range(1, others + 1)]
         place = rng.integers(others + 1)
         answer = ask(llm, [*crowd[:place], (prompt(0), params), *crowd[place:]])[place]
         answer.assert_same(alone)
@@ -146,6 +140,15 @@ def test_one_body_and_one_tail_serve_all(make_llm: Callable[..., LLM]):
     assert [key.bucket for key in runner.programs if key.kind in ("decode", "mixed", "tail")] == [64, 32]
 
 
+def test_max_num_seqs_changes_no_bit(make_llm: Callable[..., LLM]):
+    many, few = (make_llm("v3", plan="step", **OPTIONS | {"max_num_seqs": rows}) for rows in (32, 3))
+    assert few.engine.runner.rows > few.engine.scheduler.rows
+    np.testing.assert_array_equal(few.logits(prompt(0)), many.logits(prompt(0)))
+    together = ask(few, [(prompt(i), GREEDY) for i in range(5)])
+    for answer, expected in zip(together, ask(many, [(prompt(i), GREEDY) for i in range(5)]), strict=True):
+        answer.assert_same(expected)
+
+
 @pytest.mark.parametrize("case", ["v3", "v2_lite"])
 def test_golden_logits(make_llm: Callable[..., LLM], case: str):
     expected = golden(case)
@@ -156,8 +159,8 @@ def test_golden_logits(make_llm: Callable[..., LLM], case: str):
 def test_other_modes_differ(make_llm: Callable[..., LLM]):
     """So that the tests above can fail: without the option, a chunk and single tokens give other bits."""
     llm = make_llm("v3", plan="step")
-    logits = [llm.logits(prompt(0), chunk_tokens) for chunk_tokens in (3, 1)]
-    assert not np.array_equal(*logits)
+    chunked, single = (llm.logits(prompt(0), chunk_tokens) for chunk_tokens in (3, 1))
+    assert not np.array_equal(chunked, single)
 
 
 class Square(nnx.Module):
@@ -195,7 +198,8 @@ def test_segments_compute_the_same_bits_in_every_chain():
     ("options", "says"),
     [
         ({"plan": "off"}, "plan 'off'"),
-        ({"token_buckets": [32, 64]}, "token_buckets"),
+        ({"token_buckets": [32, 64]}, "one bucket"),
+        ({"token_buckets": [16]}, "multiple of 32"),
         ({"max_batched_tokens": 48}, "multiple of 32"),
     ],
 )

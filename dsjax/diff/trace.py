@@ -72,7 +72,7 @@ def _logits(llm: LLM, tokens: ForcedTokens) -> np.ndarray:
 
 def _chunk_sizes(llm: LLM, tokens: ForcedTokens) -> list[int]:
     """The prompt in chunks as large as the tail allows, then one token at a time, as in decoding."""
-    largest, prompt = llm.engine.runner.rows, tokens.prompt_tokens
+    largest, prompt = llm.engine.scheduler.rows, tokens.prompt_tokens
     chunks = [min(largest, prompt - begin) for begin in range(0, prompt, largest)]
     return chunks + [1] * (len(tokens.token_ids) - prompt)
 

@@ -175,7 +175,7 @@ class Engine:
             raise
 
     def _chunk_sizes(self, tokens: int, chunk_tokens: int | Sequence[int] | None) -> Sequence[int]:
-        largest = self.runner.rows
+        largest = self.scheduler.rows
         size = largest if chunk_tokens is None else chunk_tokens
         sizes = size if isinstance(size, Sequence) else [size]
         if any(not 1 <= one <= largest for one in sizes):

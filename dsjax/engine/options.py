@@ -69,8 +69,9 @@ class EngineOptions:
             value = getattr(self, name)
             if value is not None and not _is_positive(value):
                 raise OptionError(f"{name} is {value!r}, expected a positive integer.")
-        if not isinstance(self.prefix_cache, bool):
-            raise OptionError(f"prefix_cache is {self.prefix_cache!r}, expected True or False.")
+        for name in ("prefix_cache", "deterministic"):
+            if not isinstance(value := getattr(self, name), bool):
+                raise OptionError(f"{name} is {value!r}, expected True or False.")
         fraction = self.gpu_memory_fraction
         if isinstance(fraction, bool) or not isinstance(fraction, int | float) or not 0 < fraction <= 1:
             raise OptionError(f"gpu_memory_fraction is {fraction!r}, expected a number in (0, 1].")
@@ -80,6 +81,11 @@ class EngineOptions:
             raise OptionError("plan 'off' runs op by op on one device only; use it with tp=1.")
         if self.deterministic:
             self._check_deterministic()
+
+    @property
+    def step_tokens(self) -> int | None:
+        """Most tokens of a step, if the user set it."""
+        return self.max_batched_tokens if self.token_buckets is None else self.token_buckets[-1]
 
     def _check_token_buckets(self) -> None:
         buckets = self.token_buckets
@@ -95,8 +101,7 @@ class EngineOptions:
             )
 
     def _check_step_tokens(self) -> None:
-        name = "max_batched_tokens" if self.token_buckets is None else "token_buckets"
-        largest = self.max_batched_tokens if self.token_buckets is None else self.token_buckets[-1]
+        name, largest = "max_batched_tokens" if self.token_buckets is None else "token_buckets", self.step_tokens
         if largest is not None and largest > MAX_STEP_TOKENS:
             raise OptionError(
                 f"{name} asks for steps of {largest} tokens; at most {MAX_STEP_TOKENS}. Longer prompts are computed in "
@@ -106,11 +111,13 @@ class EngineOptions:
     def _check_deterministic(self) -> None:
         if self.plan == "off":
             raise OptionError("plan 'off' computes other bits than compiled plans; deterministic needs one of those.")
-        if self.token_buckets is not None:
-            raise OptionError("deterministic has one bucket for every step; set max_batched_tokens, not token_buckets.")
-        if self.max_batched_tokens is not None and self.max_batched_tokens % (2 * ROW_GROUP):
+        if self.token_buckets is not None and len(self.token_buckets) > 1:
             raise OptionError(
-                f"max_batched_tokens is {self.max_batched_tokens}; deterministic needs a multiple of {2 * ROW_GROUP}."
+                f"token_buckets is {self.token_buckets!r}, but deterministic runs all steps in one bucket."
+            )
+        if self.step_tokens is not None and self.step_tokens % (2 * ROW_GROUP):
+            raise OptionError(
+                f"Steps of {self.step_tokens} tokens were asked for; deterministic needs a multiple of {2 * ROW_GROUP}."
             )
 
 
@@ -151,7 +158,7 @@ def resolve_buckets(options: EngineOptions, on_cpu: bool) -> Buckets:
     """The ladders. On CPUs they are sparse, since compiling there costs more than padding."""
     rows = _max_num_seqs(options, on_cpu)
     if options.deterministic:
-        return _one_shape(options.max_batched_tokens or (CPU_FIXED_TOKENS if on_cpu else GPU_FIXED_TOKENS), rows)
+        return _one_shape(options.step_tokens or (CPU_FIXED_TOKENS if on_cpu else GPU_FIXED_TOKENS), rows)
     thin = sparse if on_cpu else tuple
     if options.token_buckets is None:
         tokens = thin(token_ladder(options.max_batched_tokens or (CPU_TOKENS if on_cpu else GPU_TOKENS)))
