@@ -123,7 +123,7 @@ def run(plan: str, args: argparse.Namespace, **options: Any) -> list[dict[str, A
 def table(records: Sequence[dict[str, Any]]) -> str:
     rows = [
         f"{r['op']:6} {r['case']:48} {r['metric']:20} {r['value']:>10} {r['unit']:6} ±{r['spread']:<8} "
-        + (f"{r['ratio']} times as fast as {r['anchor']['name']}" if r["anchor"] else "")
+        + (f"ratio {r['ratio']} to {r['anchor']['name']}" if r["anchor"] else "")
         for r in records
     ]
     return "\n".join(map(str.rstrip, rows))
