@@ -13,9 +13,12 @@ from dsjax.serve.context import Context
 from dsjax.serve.echo import Echo
 from dsjax.serve.messages import PromptResult, TokenBatch
 from dsjax.serve.responses import PromptTokensDetails, Usage
+from dsjax.serve.scored_prompts import ScoredPrompts
 from dsjax.tokenizer import TextStream
 
 logger = logging.getLogger("dsjax")
+
+FEW_TOKENS = 64
 
 
 class Token(NamedTuple):
@@ -42,6 +45,11 @@ class Piece:
     tokens: list[Token] = field(default_factory=list)
     prompt: list[Token] | None = None
     finish_reason: str | None = None
+
+    @property
+    def is_large(self) -> bool:
+        """Whether there is so much to write that others would have to wait for it."""
+        return len(self.tokens) + len(self.prompt or ()) > FEW_TOKENS
 
     def extend(self, following: "Piece") -> None:
         """Append the next piece of the same answer."""
@@ -81,7 +89,7 @@ class _Answer:
     def _begin(self, piece: Piece, result: PromptResult) -> None:
         self.cached_tokens = result.cached_tokens
         tokens = self._prompt_tokens(result.logprobs or [])
-        if self.request.params.prompt_logprobs is not None:
+        if result.logprobs is not None:
             piece.prompt = tokens
         if self.echo is not None:
             piece.text, piece.tokens = self.echo.text, list(tokens)
@@ -116,6 +124,7 @@ class Answers:
             _Answer(index, request, tokenizer.stream() if tokenizer else None, echoes[index] if echoes else None)
             for index, request in enumerate(requests)
         ]
+        self._scored = ScoredPrompts(requests, per_prompt)
         self._begin = time.monotonic()
         self._group = context.engine.open(requests)
 
@@ -124,12 +133,9 @@ class Answers:
 
     async def __aiter__(self) -> AsyncIterator[Piece]:
         try:
-            async for index, batch in self._group:
-                answer = self._answers[index]
-                piece = answer.take(batch)
-                if batch.finish_reason is not None:
-                    self._end(answer, batch.finish_reason)
-                yield piece
+            async for received in self._group:
+                for index, batch in self._scored.take(*received):
+                    yield self._take(self._answers[index], batch)
         except DsjaxError:
             self._end_all("error")
             raise
@@ -154,6 +160,12 @@ class Answers:
             total_tokens=prompt + completion,
             prompt_tokens_details=cached,
         )
+
+    def _take(self, answer: _Answer, batch: TokenBatch) -> Piece:
+        piece = answer.take(batch)
+        if batch.finish_reason is not None:
+            self._end(answer, batch.finish_reason)
+        return piece
 
     def close(self) -> None:
         """Abort what has not ended."""

@@ -14,12 +14,13 @@ from dsjax.serve.answers import Answers, Piece
 from dsjax.serve.context import Context, FromApp
 from dsjax.serve.disconnect import until_disconnect
 from dsjax.serve.echo import Echo, echo_of
-from dsjax.serve.event_stream import EventStream, event
+from dsjax.serve.event_stream import EventStream, event, piece_event
 from dsjax.serve.json_response import json_response
-from dsjax.serve.logprobs import TokenNames, completion_logprobs, prompt_logprobs
+from dsjax.serve.logprobs import completion_logprobs, prompt_logprobs
 from dsjax.serve.protocol import CompletionRequest
 from dsjax.serve.request_id import request_id_of, request_ids
 from dsjax.serve.responses import Completion, CompletionChoice
+from dsjax.serve.token_names import TokenNames
 from dsjax.serve.unsupported import UNSUPPORTED_COMPLETION, check_extra_fields
 from dsjax.tokenizer import encode_prompt
 
@@ -36,7 +37,7 @@ async def create_completion(body: CompletionRequest, http: Request, context: Fro
     requests, echoes = await asyncio.to_thread(_engine_requests, body, context, request_id)
     answers = Answers(context, requests, body.n or 1, echoes)
     frame = partial(Completion, id=f"cmpl-{request_id}", created=int(time.time()), model=model)
-    choice_of = partial(_choice, body=body, names=TokenNames(context.tokenizer))
+    choice_of = partial(_choice, body=body, names=context.token_names)
     if body.stream:
         return EventStream(_events(answers, choice_of, frame, with_usage), answers)
     with contextlib.closing(answers):
@@ -87,6 +88,6 @@ async def _events(
     answers: Answers, choice_of: Callable[[Piece], CompletionChoice], frame: partial[Completion], with_usage: bool
 ) -> AsyncGenerator[str]:
     async for piece in answers:
-        yield event(frame(choices=[choice_of(piece)]), with_usage)
+        yield await piece_event(piece, lambda piece: frame(choices=[choice_of(piece)]), with_usage)
     if with_usage:
         yield event(frame(choices=[], usage=answers.usage), with_usage)

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Annotated, Protocol
 
 from fastapi import Depends, Request
@@ -13,6 +14,7 @@ from dsjax.errors import EngineDeadError
 from dsjax.serve.errors import ModelNotFoundError
 from dsjax.serve.messages import Stats
 from dsjax.serve.request_group import RequestGroup
+from dsjax.serve.token_names import TokenNames
 from dsjax.tokenizer import Tokenizer
 
 
@@ -37,6 +39,11 @@ class Context:
     tokenizer: Tokenizer | None
     names: tuple[str, ...]
     created: int = field(default_factory=lambda: int(time.time()))
+
+    @cached_property
+    def token_names(self) -> TokenNames:
+        """What the tokens are called."""
+        return TokenNames(self.tokenizer)
 
     def check_model(self, name: str | None) -> str:
         """The model's name for the answer. Raises ModelNotFoundError if `name` is not served."""

@@ -45,7 +45,6 @@ class _Route(NamedTuple):
 
     group: RequestGroup
     index: int
-    request_id: str
 
 
 class EngineClient:
@@ -67,6 +66,7 @@ class EngineClient:
         self._limits: Limits | None = None
         self._closing = False
         self._routes: dict[str, _Route] = {}
+        self._groups: dict[str, RequestGroup] = {}  # by the client's id
         self._serial = itertools.count()
         self.error: EngineDeadError | None = None
         self.stats: Stats | None = None
@@ -97,14 +97,16 @@ class EngineClient:
         self._receiver.add_done_callback(self._receiver_ended)
 
     def open(self, requests: Sequence[Request]) -> RequestGroup:
-        """Start `requests`, all or none. Raises EngineDeadError, or DuplicateRequestError if an id is in use."""
+        """Start `requests`, all or none. To the client, all of them go by the id of the first.
+
+        Raises EngineDeadError, or DuplicateRequestError if that id is in use.
+        """
         if self.error is not None:
             raise self.error
-        in_use = {route.request_id for route in self._routes.values()}
-        for request in requests:
-            if request.id in in_use:
-                raise DuplicateRequestError(request.id)
-        group = RequestGroup(len(requests), self._close_group)
+        client_id = requests[0].id
+        if client_id in self._groups:
+            raise DuplicateRequestError(client_id)
+        group = self._groups[client_id] = RequestGroup(client_id, len(requests), self._close_group)
         try:
             for index, request in enumerate(requests):
                 self._start_request(group, index, request)
@@ -115,9 +117,11 @@ class EngineClient:
 
     def fail_open_requests(self, error: DsjaxError) -> None:
         """End every open request with `error`."""
-        groups = {route.group for route in self._routes.values()}
+        groups = list(self._groups.values())
+        self._groups.clear()
         self._routes.clear()
         for group in groups:
+            group.wire_ids.clear()
             group.put(error)
 
     async def close(self) -> None:
@@ -147,14 +151,24 @@ class EngineClient:
     def _start_request(self, group: RequestGroup, index: int, request: Request) -> None:
         # The engine gets ids of ours: a client may use an id again while tokens of its aborted request are on the way.
         wire_id = f"{request.id}/{next(self._serial)}"
-        self._routes[wire_id] = _Route(group, index, request.id)
+        self._routes[wire_id] = _Route(group, index)
+        group.wire_ids.add(wire_id)
         self._send(AddRequest.of(wire_id, request))
 
     def _close_group(self, group: RequestGroup) -> None:
-        for wire_id in [wire_id for wire_id, route in self._routes.items() if route.group is group]:
-            del self._routes[wire_id]
+        for wire_id in list(group.wire_ids):
+            self._end(wire_id)
             if self.alive and not self._closing:
                 self._send(Abort(wire_id))
+
+    def _end(self, wire_id: str) -> _Route | None:
+        """Forget a request, which is over; None if it was aborted before. With its group's last one the id is free."""
+        route = self._routes.pop(wire_id, None)
+        if route is not None:
+            route.group.wire_ids.remove(wire_id)
+            if not route.group.wire_ids:
+                del self._groups[route.group.id]
+        return route
 
     def _send(self, message: ToEngine) -> None:
         # Without limits on the queue, sending fails at once or not at all, so there is nothing to wait for.
@@ -185,7 +199,7 @@ class EngineClient:
                     for batch in batches:
                         self._hand_on(batch)
                 case Refused(id=wire_id, message=message, param=param):
-                    if (route := self._routes.pop(wire_id, None)) is not None:
+                    if (route := self._end(wire_id)) is not None:
                         route.group.put(RequestError(message, param))
                 case Stats() as stats:
                     self.stats = stats
@@ -194,7 +208,7 @@ class EngineClient:
 
     def _hand_on(self, batch: TokenBatch) -> None:
         ended = batch.finish_reason is not None
-        route = self._routes.pop(batch.id, None) if ended else self._routes.get(batch.id)
+        route = self._end(batch.id) if ended else self._routes.get(batch.id)
         if route is not None:  # else it was aborted meanwhile
             route.group.put((route.index, batch))
 

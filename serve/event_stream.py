@@ -1,16 +1,17 @@
 """Answers as server-sent events."""
 
+import asyncio
 import contextlib
 import json
 import logging
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 
 from fastapi import Response
 from pydantic import BaseModel
 from starlette.types import Receive, Scope, Send
 
 from dsjax.errors import DsjaxError
-from dsjax.serve.answers import Answers
+from dsjax.serve.answers import Answers, Piece
 from dsjax.serve.disconnect import ClientDisconnected, until_disconnect
 from dsjax.serve.errors import describe_error
 
@@ -53,6 +54,15 @@ class EventStream(Response):
             yield json.dumps(describe_error(error)[1])
         else:
             yield "[DONE]"
+
+
+async def piece_event(piece: Piece, chunk_of: Callable[[Piece], BaseModel], with_usage: bool) -> str:
+    """The event that `chunk_of` makes of `piece`, in a thread if it is large: prompts' log-probabilities are."""
+
+    def build() -> str:
+        return event(chunk_of(piece), with_usage)
+
+    return await asyncio.to_thread(build) if piece.is_large else build()
 
 
 def event(chunk: BaseModel, with_usage: bool) -> str:

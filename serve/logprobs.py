@@ -12,31 +12,7 @@ from dsjax.serve.responses import (
     PromptToken,
     TokenLogprob,
 )
-from dsjax.tokenizer import Tokenizer
-
-
-class TokenNames:
-    """Tokens as text and bytes."""
-
-    def __init__(self, tokenizer: Tokenizer | None):
-        self._tokenizer = tokenizer
-
-    def text(self, token: int) -> str:
-        """The text of a token; "bytes:\\xe2\\x80" for one that holds part of a character only, as OpenAI writes it.
-
-        Without a tokenizer "token_id:5".
-        """
-        if self._tokenizer is None:
-            return f"token_id:{token}"
-        content = self._tokenizer.token_bytes(token)
-        try:
-            return content.decode()
-        except UnicodeDecodeError:
-            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in content)
-
-    def bytes(self, token: int) -> list[int] | None:
-        """The bytes of a token, None without a tokenizer."""
-        return None if self._tokenizer is None else list(self._tokenizer.token_bytes(token))
+from dsjax.serve.token_names import TokenNames
 
 
 def completion_logprobs(tokens: Sequence[Token], alternatives: int, names: TokenNames) -> CompletionLogprobs:

@@ -10,10 +10,13 @@ from dsjax.serve.messages import TokenBatch
 class RequestGroup:
     """Requests that were opened together; iterating gives (index, TokenBatch) until all have ended.
 
-    Raises EngineDeadError if the engine dies, RequestError if it refuses one of them. Always `close` it.
+    `id` is that of all of them to the client; `wire_ids` are those that the engine still works at. Raises
+    EngineDeadError if the engine dies, RequestError if it refuses one of them. Always `close` it.
     """
 
-    def __init__(self, count: int, close: Callable[["RequestGroup"], None]):
+    def __init__(self, id: str, count: int, close: Callable[["RequestGroup"], None]):
+        self.id = id
+        self.wire_ids: set[str] = set()
         self._unfinished, self._close = count, close
         self._queue: asyncio.Queue[tuple[int, TokenBatch] | DsjaxError] = asyncio.Queue()
 

@@ -10,7 +10,7 @@ import time
 from collections import deque
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -61,7 +61,7 @@ class Delta:
     """A piece of an answer as it is made; `finish_reason` is set on the last one.
 
     `index`: which of the n answers. `logprobs`: one per token, if asked for. `prompt_logprobs`: as those of Completion,
-    on the first piece of each answer.
+    on the first piece of answer 0.
     """
 
     token_ids: list[int]
@@ -133,12 +133,13 @@ class LLM:
         if len(each) != len(batch) or not all(isinstance(one, SamplingParams) for one in each):
             raise RequestError(f"params must be SamplingParams, one for all or {len(batch)} of them.", param="params")
         pairs = enumerate(zip(batch, each, strict=True))
-        requests = [request for place, pair in pairs for request in self._requests(place, *pair, priority, timeout_s)]
+        of_prompts = [self._requests(place, *pair, priority, timeout_s) for place, pair in pairs]
+        requests = list(itertools.chain(*of_prompts))
         with self._alone():
             try:
                 for request in requests:
                     self._start(request)
-                return [self._complete(request) for request in requests]
+                return [answer for of_prompt in of_prompts for answer in self._complete_all(of_prompt)]
             finally:
                 self._leave(requests)
 
@@ -226,6 +227,11 @@ class LLM:
         self._updates[request.id] = deque()
         if self.tokenizer is not None:
             self._streams[request.id] = self.tokenizer.stream()
+
+    def _complete_all(self, requests: list[Request]) -> list[Completion]:
+        """The answers to one prompt, whose log-probabilities come with the first."""
+        answers = [self._complete(request) for request in requests]
+        return [replace(answer, prompt_logprobs=answers[0].prompt_logprobs) for answer in answers]
 
     def _complete(self, request: Request) -> Completion:
         deltas = list(self._deltas([request]))

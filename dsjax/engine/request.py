@@ -99,7 +99,11 @@ class Request:
         priority: int = 0,
         timeout_s: float | None = None,
     ) -> "Request":
-        """A request checked against `limits`. Raises RequestError if it can never be served."""
+        """A request for one answer, checked against `limits`. Raises RequestError if it can never be served."""
+        if params.n > 1:
+            raise RequestError(
+                f"n is {params.n}, but a request has one answer; make one of each of params.answers().", param="n"
+            )
         limits.check_prompt(prompt)
         max_tokens = limits.resolve_max_tokens(len(prompt), params.max_tokens)
         params.check_fits(limits.vocab_size, max_tokens)

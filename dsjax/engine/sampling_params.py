@@ -63,11 +63,13 @@ class SamplingParams:
             self._check_min_tokens(self.max_tokens)
 
     def answers(self) -> list["SamplingParams"]:
-        """The parameters of each of the n answers, as requests of their own; a given seed is counted up."""
-        if self.n == 1:
-            return [self]
-        seeds = [None if self.seed is None else _wrapped(self.seed + index) for index in range(self.n)]
-        return [replace(self, n=1, seed=seed) for seed in seeds]
+        """The parameters of each of the n answers, as requests of their own; a given seed is counted up.
+
+        The first alone asks for the prompt's log-probabilities, which are those of all.
+        """
+        first = replace(self, n=1)
+        seeds = [None if self.seed is None else _wrapped(self.seed + index) for index in range(1, self.n)]
+        return [first, *(replace(first, seed=seed, prompt_logprobs=None) for seed in seeds)]
 
     @property
     def has_constraints(self) -> bool:

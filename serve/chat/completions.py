@@ -15,9 +15,9 @@ from dsjax.serve.answers import Answers, Piece
 from dsjax.serve.chat.prompt import encode_chat
 from dsjax.serve.context import Context, FromApp
 from dsjax.serve.disconnect import until_disconnect
-from dsjax.serve.event_stream import EventStream, event
+from dsjax.serve.event_stream import EventStream, event, piece_event
 from dsjax.serve.json_response import json_response
-from dsjax.serve.logprobs import TokenNames, chat_logprobs, prompt_logprobs
+from dsjax.serve.logprobs import chat_logprobs, prompt_logprobs
 from dsjax.serve.protocol import ChatRequest
 from dsjax.serve.request_id import request_id_of, request_ids
 from dsjax.serve.responses import (
@@ -29,6 +29,7 @@ from dsjax.serve.responses import (
     ChatLogprobs,
     PromptLogprobs,
 )
+from dsjax.serve.token_names import TokenNames
 from dsjax.serve.unsupported import UNSUPPORTED_CHAT, check_extra_fields
 
 router = APIRouter()
@@ -43,7 +44,7 @@ async def create_chat_completion(body: ChatRequest, http: Request, context: From
     with_usage = body.include_usage
     requests = await asyncio.to_thread(_engine_requests, body, context, request_id)
     answers = Answers(context, requests, len(requests))
-    form = _Form(body, TokenNames(context.tokenizer))
+    form = _Form(body, context.token_names)
     names = {"id": f"chatcmpl-{request_id}", "created": int(time.time()), "model": model}
     if body.stream:
         return EventStream(_events(answers, form, partial(ChatChunk, **names), with_usage), answers)
@@ -117,8 +118,11 @@ async def _events(answers: Answers, form: _Form, frame: partial[ChatChunk], with
     for index in range(len(answers)):
         opening = ChatChunkChoice(index=index, delta={"role": "assistant", "content": ""})
         yield event(frame(choices=[opening]), with_usage)
+
+    def chunk_of(piece: Piece) -> ChatChunk:
+        return frame(choices=[form.chunk_choice(piece)], prompt_logprobs=form.prompt_logprobs(piece))
+
     async for piece in answers:
-        chunk = frame(choices=[form.chunk_choice(piece)], prompt_logprobs=form.prompt_logprobs(piece))
-        yield event(chunk, with_usage)
+        yield await piece_event(piece, chunk_of, with_usage)
     if with_usage:
         yield event(frame(choices=[], usage=answers.usage), with_usage)

@@ -172,13 +172,14 @@ def test_a_stream_of_n_answers(make_llm: Callable[..., LLM]):
     llm = make_llm()
     params = SamplingParams(n=4, seed=5, max_tokens=6, ignore_eos=True, logprobs=1, prompt_logprobs=0)
     deltas = list(llm.stream(PROMPT, params))
+    scored = next(delta for delta in deltas if delta.index == 0)
     for index, answer in enumerate(llm.generate(PROMPT, params)):
         own = [delta for delta in deltas if delta.index == index]
         assert [token for delta in own for token in delta.token_ids] == answer.token_ids
         assert [delta.finish_reason for delta in own] == [None] * 5 + ["length"]
         check_close([one for delta in own for one in delta.logprobs or ()], answer.logprobs)
-        check_close(own[0].prompt_logprobs, answer.prompt_logprobs)
-        assert all(delta.prompt_logprobs is None for delta in own[1:])
+        check_close(scored.prompt_logprobs, answer.prompt_logprobs)
+        assert all(delta.prompt_logprobs is None for delta in own if delta is not scored)
     unfinished = llm.stream(PROMPT, params)
     next(unfinished)
     unfinished.close()

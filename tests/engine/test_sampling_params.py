@@ -55,6 +55,14 @@ def test_what_an_engine_cannot_serve_is_refused_when_the_request_is_made(params:
         Request.create("a", [1, 2], SamplingParams(**params), LIMITS)
 
 
+def test_the_first_of_n_answers_alone_scores_the_prompt():
+    params = SamplingParams(n=3, seed=7, prompt_logprobs=2, logprobs=1)
+    expected = [SamplingParams(seed=7, prompt_logprobs=2, logprobs=1)]
+    assert params.answers() == expected + [SamplingParams(seed=seed, logprobs=1) for seed in (8, 9)]
+    with pytest.raises(RequestError, match="n is 3, but a request has one answer"):
+        Request.create("a", [1, 2], params, LIMITS)
+
+
 def test_ids_are_kept_as_sorted_tuples_and_numpy_is_welcome():
     ids: Any = np.array([7, 3, 7])
     bias: Any = {ids[0]: np.float32(1)}

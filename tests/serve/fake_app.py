@@ -33,7 +33,7 @@ class FakeEngine:
         if self.error is not None:
             raise self.error
         self.opened += requests
-        group = RequestGroup(len(requests), self._close)
+        group = RequestGroup(requests[0].id, len(requests), self._close)
         for place, item in enumerate(self._items):
             if isinstance(item, list):
                 is_last = place + len(requests) >= len(self._items)

@@ -61,9 +61,10 @@ def test_requests_and_ids(run):
             assert client.limits == LIMITS
             assert client.alive
             group = client.open([request("a", 1, 2, 3), request("a-1", 4, 5)])
-            with pytest.raises(DuplicateRequestError, match="'a-1' is still open"):
-                client.open([request("b", 6), request("a-1", 7)])
+            with pytest.raises(DuplicateRequestError, match="'a' is still open"):
+                client.open([request("a", 6), request("a-1", 7)])
             other = client.open([request("b", 8)])
+            assert await tokens_of(client.open([request("a-1", 7)])) == [[7]]  # a client's own
             assert await tokens_of(group) == [[1, 2, 3], [4, 5]]
             assert await tokens_of(other) == [[8]]
             with pytest.raises(RequestError, match=r"Not this one\.") as refused:
@@ -81,6 +82,28 @@ def test_an_aborted_id_can_be_used_at_once(run):
             first.close()
             assert await tokens_of(client.open([request("same", 2, 3)])) == [[2, 3]]
             assert await tokens_of(client.open([request("same", 4)])) == [[4]]
+
+    run(test)
+
+
+def test_an_id_is_in_use_until_all_its_requests_have_ended(run):
+    async def test():
+        async with started() as client:
+            old = client.open([request("same", 1), request("same-1", LAST_WORDS)])
+            async for index, batch in old:
+                if (index, batch.finish_reason) == (0, "length"):
+                    break
+            with pytest.raises(DuplicateRequestError):
+                client.open([request("same", 2)])
+            old.close()
+            new = client.open([request("same", LAST_WORDS)])
+            old.close()
+            with pytest.raises(DuplicateRequestError):
+                client.open([request("same", 2)])
+            new.close()
+            assert await tokens_of(client.open([request("same", 2)])) == [[2]]
+            assert not client._routes
+            assert not client._groups
 
     run(test)
 

@@ -1,6 +1,8 @@
 """What request fields do to requests and answers, with an engine that is plain Python."""
 
 import json
+import threading
+from collections.abc import Sequence
 from typing import Any
 
 import httpx
@@ -8,7 +10,13 @@ import pytest
 
 from dsjax.demo import CHECKPOINT
 from dsjax.engine.logprobs import TokenLogprobs
+from dsjax.engine.request import Request as EngineRequest
+from dsjax.serve import completions
+from dsjax.serve.chat import completions as chat_completions
+from dsjax.serve.context import Context
+from dsjax.serve.logprobs import prompt_logprobs
 from dsjax.serve.messages import PromptResult, TokenBatch
+from dsjax.serve.request_group import RequestGroup
 from dsjax.tokenizer import Tokenizer
 from tests.serve.fake_app import FakeEngine, call
 
@@ -225,6 +233,73 @@ def test_prompt_logprobs_of_a_chat(tokenizer: Tokenizer):
     assert [len(one) for one in answer["prompt_logprobs"][1:]] == [1] * (len(ids) - 1)
     chunks = events(call(engine, CHAT, tokenizer, **body, stream=True))
     assert [chunk["prompt_logprobs"] is not None for chunk in chunks] == [False, False, True, False, False, False]
+
+
+@pytest.mark.parametrize("reason", [None, "timeout"])
+def test_all_answers_have_the_prompt_logprobs_of_the_first(tokenizer: Tokenizer, reason: str | None):
+    """Also those whose first tokens are there before the prompt is scored, whole and streamed."""
+    scores = [PromptResult(0, [TokenLogprobs(logprob, [(20, -0.5)])]) for logprob in (-7.0, -8.0)]
+    unscored = PromptResult(0, None)
+    arriving = [
+        (1, batch([30], None, unscored, scored=True)),
+        (3, batch([31], "stop", unscored, scored=True)),
+        (0, batch([32], reason, scores[0], scored=True)),
+        (2, batch([33], reason, scores[1], scored=True)),
+        (1, batch([34], "stop", scored=True)),
+    ]
+    if reason is None:
+        arriving += [(index, batch([35], "stop", scored=True)) for index in (0, 2)]
+
+    class LateEngine(FakeEngine):
+        def open(self, requests: Sequence[EngineRequest]) -> RequestGroup:
+            self.opened += requests
+            group = RequestGroup(requests[0].id, len(requests), self._close)
+            for item in arriving:
+                group.put(item)
+            return group
+
+    engine = LateEngine()
+    body = {"prompt": [[4, 5], [6, 7]], "n": 2, "prompt_logprobs": 1, "echo": True, "logprobs": 1}
+    whole = call(engine, COMPLETIONS, tokenizer, **body).json()["choices"]
+    assert [request.params.prompt_logprobs for request in engine.opened] == [1, None, 1, None]
+    for choice, own, logprob in zip(whole, ("5", "5", "7", "7"), (-7.0, -7.0, -8.0, -8.0), strict=True):
+        assert choice["prompt_logprobs"][1][own]["logprob"] == logprob
+        assert choice["logprobs"]["token_logprobs"][:2] == [None, logprob]
+    pieces = [chunk["choices"][0] for chunk in events(call(engine, COMPLETIONS, tokenizer, **body, stream=True))]
+    for choice in whole:
+        own = [piece for piece in pieces if piece["index"] == choice["index"]]
+        assert "".join(piece["text"] for piece in own) == choice["text"]
+        assert [piece["prompt_logprobs"] for piece in own] == [choice["prompt_logprobs"], *[None] * (len(own) - 1)]
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+def test_a_stream_writes_prompt_logprobs_in_a_thread(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, path: str):
+    """They may take seconds, in which nobody else would be served."""
+    module, on_loop = {COMPLETIONS: completions, CHAT: chat_completions}[path], []
+
+    def recorded(*arguments: Any) -> Any:
+        on_loop.append(threading.current_thread() is threading.main_thread())
+        return prompt_logprobs(*arguments)
+
+    monkeypatch.setattr(module, "prompt_logprobs", recorded)
+    messages = [{"role": "user", "content": " king" * 70}]
+    prompt = tokenizer.encode(tokenizer.render_chat(messages), add_special_tokens=False)
+    scores = PromptResult(0, [TokenLogprobs(-7.0, [(20, -0.5)])] * (len(prompt) - 1))
+    engine = FakeEngine(batch([30], None, scores), batch([31], "stop"))
+    body: dict[str, Any] = {"prompt": prompt} if path == COMPLETIONS else {"messages": messages}
+    events(call(engine, path, tokenizer, **body, prompt_logprobs=1, stream=True))
+    assert on_loop == [False]
+
+
+def test_a_token_is_named_once(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch):
+    asked = []
+    token_bytes = tokenizer.token_bytes
+    monkeypatch.setattr(tokenizer, "token_bytes", lambda token: asked.append(token) or token_bytes(token))
+    context = Context(FakeEngine(), tokenizer, ("fake",))
+    for _ in range(2):
+        assert context.token_names.text(20) == tokenizer.decode([20])
+        assert context.token_names.bytes(20) == list(tokenizer.decode([20]).encode())
+    assert asked == [20]
 
 
 def test_several_answers_to_several_prompts(tokenizer: Tokenizer):
