@@ -13,7 +13,7 @@ from dsjax import LLM
 from dsjax.checkpoint.safetensors import read_file, write_file
 from dsjax.diff import Comparison, ForcedTokens, Trace, compare, continue_prompts, trace
 from dsjax.diff.report import as_json, as_text
-from dsjax.errors import OptionError
+from dsjax.errors import DsjaxError, OptionError
 from tests.conftest import GOLDEN, SMALL
 from tests.serve.commands import run_command
 from tests.test_golden import TOLERANCE, golden, logit_error
@@ -119,6 +119,7 @@ def test_a_changed_expert_is_found_by_the_command(tmp_path: Path, forced: list[F
     assert ffn["values"][0]["first"] == [0, first]
     text = run_command(*arguments, exit_code=1)
     token = forced[0].token_ids[first]
+    assert found["b"]["model"] == str(folder)
     assert f"segments: {path} differs first, in x of token {first} (id {token}) of prompt 0" in text
     assert "embed .. layers.1.attn_out: equal" in text
 
@@ -188,8 +189,9 @@ def test_models_that_cannot_be_compared(original: list[Trace]):
         ("token_buckets=16,x", "token_buckets is '16,x'"),
         ("prefix-cache=maybe", "prefix-cache is 'maybe'"),
         ("plan=best", "plan is 'best'"),
+        ("model=/nowhere/model", "/nowhere/model"),
     ],
 )
 def test_bad_settings(setting: str, message: str):
-    with pytest.raises(OptionError, match=message):
+    with pytest.raises(DsjaxError, match=message):
         run_command("diff", "demo", "--b", setting)

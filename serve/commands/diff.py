@@ -3,10 +3,11 @@
 import json
 import re
 from dataclasses import asdict, replace
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
+from dsjax.checkpoint.resolve import resolve_model
 from dsjax.engine.options import EngineOptions
 from dsjax.errors import OptionError
 from dsjax.serve.commands.flags import Model, option_from_text, with_flags
@@ -32,27 +33,29 @@ def diff(
 ) -> None:
     """Compare two settings on the same tokens and name the first segment that differs. Exits with 1 if one does."""
     settings = [_setting(text, model, options) for text in (a, b)]
-    given = prompt or ([] if file else [] if token_ids else [DEFAULT_PROMPT])
+    given = prompt or ([] if file or token_ids else [DEFAULT_PROMPT])
     prompts = read_prompts(given, file, token_ids)
     from dsjax.diff import compare, continue_prompts, report, trace
     from dsjax.engine.llm import LLM
 
     traces, sequences = [], None
     for folder, changed in settings:  # one after the other: both may not fit into memory
-        with LLM(folder, **asdict(changed)) as llm:
+        with LLM(folder, **changed) as llm:
             sequences = sequences or continue_prompts(llm, prompts, max_tokens)
             traces.append(trace(llm, sequences))
     comparison = compare(*traces, tolerance=tolerance)
     assert sequences is not None, "there are two settings"
     if as_json:
-        typer.echo(json.dumps(report.as_json(comparison), indent=2, allow_nan=False))
+        (folder_a, options_a), (folder_b, options_b) = settings
+        named = {"a": {"model": folder_a} | options_a, "b": {"model": folder_b} | options_b}
+        typer.echo(json.dumps(named | report.as_json(comparison), indent=2, allow_nan=False))
     else:
-        typer.echo(report.as_text(comparison, sequences))
+        typer.echo(f"A:        {model} {a}\nB:        {model} {b}\n{report.as_text(comparison, sequences)}")
     raise typer.Exit(0 if comparison.agree else 1)
 
 
-def _setting(text: str, model: str, options: EngineOptions) -> tuple[str, EngineOptions]:
-    """`model` and `options` with the changes of `text`. Raises OptionError."""
+def _setting(text: str, model: str, options: EngineOptions) -> tuple[str, dict[str, Any]]:
+    """The folder of `model`, and `options`, with the changes of `text`. Raises CheckpointError or OptionError."""
     changes = {}
     for part in filter(None, re.split(r",(?=[\w-]+=)", text)):
         name, equals, value = part.partition("=")
@@ -62,4 +65,4 @@ def _setting(text: str, model: str, options: EngineOptions) -> tuple[str, Engine
             model = value
         else:
             changes |= option_from_text(name, value)
-    return model, replace(options, **changes)
+    return str(resolve_model(model)), asdict(replace(options, **changes))

@@ -5,6 +5,7 @@ import shutil
 import socket
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import dsjax
 from dsjax.demo import CHECKPOINT
 from dsjax.engine.options import EngineOptions
 from dsjax.serve import cli
+from dsjax.serve.commands.flags import ENGINE_FLAGS
 from tests.serve.server_process import run_dsjax
 
 
@@ -75,6 +77,10 @@ def test_flags_are_engine_options(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
 
     assert CliRunner().invoke(cli.app, ["serve", "m", "--context-length", "99"]).exit_code == 0
     assert asked.pop() == ("m", EngineOptions(max_model_len=99), "127.0.0.1", 8000, None, 30.0)
+
+
+def test_every_engine_option_has_a_flag():
+    assert list(ENGINE_FLAGS) == [field.name for field in fields(EngineOptions)]
 
 
 def test_the_http_side_imports_no_jax():
