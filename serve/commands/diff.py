@@ -13,7 +13,7 @@ from dsjax.errors import OptionError
 from dsjax.serve.commands.flags import Model, option_from_text, with_flags
 from dsjax.serve.commands.prompts import PromptFile, TokenIds, read_prompts
 
-FEW_EXECUTABLES = EngineOptions(max_num_seqs=16, token_buckets=(16,), max_model_len=512)
+FEW_EXECUTABLES = EngineOptions(max_num_seqs=16, token_buckets=(32,), max_model_len=512)
 SETTING = "Changes to the flags, such as plan=step,dtype=bfloat16 or model=/other/checkpoint."
 DEFAULT_PROMPT = "To be, or not to be, that is the question."
 
