@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec
 from dsjax import LLM
 from dsjax.aot.compile import weight_bytes
 from dsjax.aot.ladders import Buckets
-from dsjax.aot.planner import plan_programs
+from dsjax.aot.planner import plan_programs, row_state_bytes
 from dsjax.checkpoint.load import load_weights
 from dsjax.config import ModelConfig
 from dsjax.model import abstract_model
@@ -61,3 +61,10 @@ def test_sums_in_mesh_order():
 def test_a_weight_without_a_rule_is_an_error():
     with pytest.raises(KeyError, match="mystery"):
         weight_partition("mystery.weight")
+
+
+def test_row_state_is_counted_beside_the_cache(make_llm):
+    runner = make_llm().engine.runner
+    leaves = jax.tree.leaves({name: value for name, value in runner.executor.state.items() if name != "pools"})
+    counted = row_state_bytes(runner.blueprint.model, runner.rows, runner.limits.max_model_len)
+    assert counted == sum(leaf.nbytes for leaf in leaves)

@@ -6,6 +6,7 @@ tails, never their product. Three more programs have one size: "set_rows" and "s
 their rows, "logits" in the place of a tail when someone asks for logits.
 """
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -89,6 +90,12 @@ def state_avals(model: Model, pages: dict[str, int], rows: int, max_tokens: int)
         "output_counts": _aval((rows, model.config.vocab_size)),
         "last_tokens": _aval((rows,)),
     }
+
+
+def row_state_bytes(model: Model, rows: int, max_tokens: int) -> int:
+    """Bytes of the device state beside the pools."""
+    state = state_avals(model, dict.fromkeys((kind.name for kind in model.page_kinds), 0), rows, max_tokens)
+    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
 
 
 def _layer_calls(model: Model) -> list[Call]:

@@ -43,16 +43,16 @@ def cache_pages(
     return wanted
 
 
-def available_bytes(mesh: Mesh, gpu_memory_fraction: float, weight_bytes: int) -> int:
-    """Bytes for the cache on each device, before its `weight_bytes` of weights are there.
+def available_bytes(mesh: Mesh, gpu_memory_fraction: float, taken_bytes: int) -> int:
+    """Bytes for the cache on each device, on which weights and row state will take `taken_bytes`.
 
-    On GPUs: `gpu_memory_fraction` of the memory that JAX may use, less what is in use, the weights and a reserve.
+    On GPUs: `gpu_memory_fraction` of the memory that JAX may use, less what is in use, those bytes and a reserve.
     """
     stats = [device.memory_stats() for device in mesh.devices.flat]
     if any(one is None for one in stats):
         return CPU_CACHE_BYTES
     free = [int(one["bytes_limit"] * gpu_memory_fraction) - one["bytes_in_use"] for one in stats]
-    return max(min(free) - weight_bytes - GPU_RESERVE_BYTES, 0)
+    return max(min(free) - taken_bytes - GPU_RESERVE_BYTES, 0)
 
 
 def _rounded(pages: int) -> int:

@@ -14,7 +14,7 @@ from dsjax.aot.compile import (
     silent,
     weight_bytes,
 )
-from dsjax.aot.planner import PlannedProgram, plan_programs, state_avals
+from dsjax.aot.planner import PlannedProgram, plan_programs, row_state_bytes, state_avals
 from dsjax.aot.targets import target_of
 from dsjax.cache.sizing import available_bytes, cache_pages
 from dsjax.config import ModelConfig
@@ -44,9 +44,10 @@ class Blueprint:
         model = abstract_model(config, deployment.dtype, ops, tp)
         plan = "piece" if deployment.plan == "off" else deployment.plan
         planned = plan_programs(model, deployment.buckets, plan, deployment.deterministic)
-        left = available_bytes(mesh, options.gpu_memory_fraction, weight_bytes(planned, mesh))
-        rows, length = deployment.max_num_seqs, deployment.max_model_len
-        pages = cache_pages(model.page_kinds, rows, length, options.kv_tokens, left)
+        length = deployment.max_model_len
+        taken = weight_bytes(planned, mesh) + row_state_bytes(model, deployment.buckets.rows, length)
+        left = available_bytes(mesh, options.gpu_memory_fraction, taken)
+        pages = cache_pages(model.page_kinds, deployment.max_num_seqs, length, options.kv_tokens, left)
         return cls(mesh, deployment, model, planned, pages)
 
     @property
