@@ -113,7 +113,7 @@ class CompletionRequest(GenerationRequest):
         """The sampling parameters; log-probabilities of an echo are those of the prompt. Raises RequestError."""
         max_tokens = DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens
         prompt_logprobs = self.prompt_logprobs
-        if self.echo and self.logprobs is not None:
+        if self.echo and self.logprobs is not None and (prompt_logprobs is None or prompt_logprobs >= 0):
             prompt_logprobs = max(self.logprobs, prompt_logprobs or 0)
         params = self._sampling_params(max_tokens, logprobs=self.logprobs, prompt_logprobs=prompt_logprobs)
         if (count := len(self.prompt) * params.n) > MAX_PROMPTS:

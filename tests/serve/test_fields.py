@@ -110,6 +110,7 @@ def test_request_fields_reach_the_engine():
         (COMPLETIONS, {"logprobs": -1}, "logprobs", "from 0 to 20"),
         (COMPLETIONS, {"logprobs": 21, "echo": True}, "logprobs", "from 0 to 20"),
         (COMPLETIONS, {"prompt_logprobs": 21}, "prompt_logprobs", "from 0 to 20"),
+        (COMPLETIONS, {"prompt_logprobs": -1, "echo": True, "logprobs": 1}, "prompt_logprobs", "from 0 to 20"),
         (COMPLETIONS, {"echo": 1}, "echo", "boolean"),
         (COMPLETIONS, {"priority": 2**31}, "priority", "32-bit"),
         (COMPLETIONS, {"timeout_s": 0}, "timeout_s", "positive"),
