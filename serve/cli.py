@@ -8,13 +8,14 @@ import typer
 import dsjax
 from dsjax.errors import DsjaxError
 from dsjax.serve.commands.chat import chat
+from dsjax.serve.commands.convert import convert
 from dsjax.serve.commands.diff import diff
 from dsjax.serve.commands.env import env
 from dsjax.serve.commands.generate import generate
 from dsjax.serve.commands.serve import serve
 from dsjax.serve.commands.warmup import warmup
 
-COMMANDS = (serve, generate, chat, warmup, env, diff)
+COMMANDS = (serve, generate, chat, warmup, env, diff, convert)
 
 app = typer.Typer(
     help="DeepSeek inference in JAX.",

@@ -2,7 +2,7 @@
 
 import math
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from functools import cache, partial
 from pathlib import Path
@@ -14,33 +14,55 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
 from dsjax.checkpoint.arranged import Arranged
-from dsjax.checkpoint.names import checkpoint_tensors, is_ignored, weight_sources
+from dsjax.checkpoint.names import Source, checkpoint_tensors, is_ignored, weight_sources
 from dsjax.checkpoint.placing import Placing
+from dsjax.checkpoint.resolve import CONVERTED
 from dsjax.checkpoint.safetensors import StoredTensor, listing, open_folder
+from dsjax.checkpoint.weights import Weights, by_piece, each_weight
 from dsjax.config import ModelConfig
 from dsjax.errors import CheckpointError
 from dsjax.model import Model
-from dsjax.quantization import VALUES_DTYPE, BlockScaled
-from dsjax.segments import named_weights
-from dsjax.sharding import weight_partition
+from dsjax.quantization import VALUES_DTYPE, BlockScaled, Weight
 
 HOST_SHARE = 1.25  # host memory for weights on their way to devices, in sizes of the largest weight
 FP8_DEVIATION = 64.0  # of random e4m3 values, whose largest is 448
-
-Weights = dict[str, tuple[jax.Array, ...]]  # flat leaves of each piece, by the piece's path in the model
 
 
 def load_weights(model: Model, folder: Path, mesh: Mesh) -> Weights:
     """The weights of the checkpoint in `folder`, arranged for `model` and placed on `mesh` in the model's dtypes.
 
-    What a device needs is read into host memory of its own shape and handed over. At most HOST_SHARE of the largest
-    weight is on its way at a time. Raises CheckpointError that lists every missing, unknown, misshapen or truncated
-    tensor.
+    Raises CheckpointError that lists every missing, unknown, misshapen or truncated tensor.
     """
+    if (folder / CONVERTED).is_dir():
+        from dsjax.checkpoint.orbax import restore_weights  # importing Orbax takes seconds
+
+        return restore_weights(model, folder, mesh)
+    stored = open_checked(model.config, folder)
+    weights = read_weights(list(model.pieces()), weight_sources(model.config), stored, mesh)
+    return by_piece(model.pieces(), weights)
+
+
+def open_checked(config: ModelConfig, folder: Path) -> dict[str, StoredTensor]:
+    """The tensors of the safetensors files in `folder`. CheckpointError unless they are what `config` needs."""
     stored = open_folder(folder)
-    check_tensors(model.config, stored, str(folder))
-    sources = weight_sources(model.config)
-    with Placing(HOST_SHARE * _largest_bytes(model)) as placing:
+    check_tensors(config, stored, str(folder))
+    return stored
+
+
+def read_weights(
+    pieces: Sequence[tuple[str, nnx.Module]],
+    sources: Mapping[str, Source],
+    stored: Mapping[str, StoredTensor],
+    mesh: Mesh,
+) -> dict[str, Weight]:
+    """The weights of `pieces` on `mesh`, by full path.
+
+    What a device needs is read into host memory of its own shape and handed over. At most HOST_SHARE of the largest
+    weight is on its way at a time.
+    """
+    leaves = [leaf for _, piece in pieces for leaf in jax.tree.leaves(nnx.state(piece))]
+    largest_bytes = max(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
+    with Placing(HOST_SHARE * largest_bytes) as placing:
 
         def begin(path: str, weight: Any, sharding: NamedSharding) -> Any:
             source = sources[path]
@@ -54,7 +76,7 @@ def load_weights(model: Model, folder: Path, mesh: Mesh) -> Weights:
                 weight.block,
             )
 
-        return jax.tree.map(Future.result, _each_weight(model, mesh, begin))
+        return jax.tree.map(Future.result, each_weight(pieces, mesh, begin))
 
 
 def random_weights(model: Model, mesh: Mesh, seed: int = 0) -> Weights:
@@ -76,7 +98,7 @@ def random_weights(model: Model, mesh: Mesh, seed: int = 0) -> Weights:
         scales = jnp.full(weight.scales.shape, deviation / FP8_DEVIATION, weight.scales.dtype, device=sharding)
         return BlockScaled(values, scales, weight.block)
 
-    return _each_weight(model, mesh, make)
+    return by_piece(model.pieces(), each_weight(model.pieces(), mesh, make))
 
 
 def check_tensors(config: ModelConfig, tensors: Mapping[str, StoredTensor], where: str) -> None:
@@ -97,9 +119,13 @@ def check_tensors(config: ModelConfig, tensors: Mapping[str, StoredTensor], wher
             if tensors[name].dtype.name not in dtypes
         ],
     }
+    refuse(problems, where, _format_hint(config, tensors))
+
+
+def refuse(problems: Mapping[str, list[str]], where: str, hint: str = "") -> None:
+    """Raise CheckpointError that lists the tensors of each kind of problem in `where`, unless there are none."""
     found = [f"{len(names)} {what}: {listing(names)}" for what, names in problems.items() if names]
     if found:
-        hint = _format_hint(config, tensors)
         raise CheckpointError(f"The tensors in {where} do not fit its config.json. " + ". ".join(found) + "." + hint)
 
 
@@ -122,21 +148,3 @@ def _normal(shape: tuple[int, ...], dtype: Any, deviation: float, sharding: Name
         return (jax.random.normal(key, shape, drawn) * jnp.asarray(deviation, drawn)).astype(dtype)
 
     return jax.jit(draw, out_shardings=sharding)
-
-
-def _each_weight(model: Model, mesh: Mesh, make: Callable[[str, Any, NamedSharding], Any]) -> Weights:
-    """Flat leaves of what `make` gives for the path, the abstract value and the sharding of every weight."""
-    weights = {}
-    for piece_path, piece in model.pieces():
-        made = [
-            make(f"{piece_path}.{path}", weight, NamedSharding(mesh, weight_partition(path)))
-            for path, weight in named_weights(nnx.state(piece))
-        ]
-        weights[piece_path] = tuple(jax.tree.leaves(made))
-    return weights
-
-
-def _largest_bytes(model: Model) -> int:
-    """Bytes of the largest array of weights."""
-    leaves = [leaf for _, piece in model.pieces() for leaf in jax.tree.leaves(nnx.state(piece))]
-    return max(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)

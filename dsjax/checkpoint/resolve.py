@@ -11,6 +11,7 @@ from pathlib import Path
 from dsjax.demo import CHECKPOINT
 from dsjax.errors import CheckpointError
 
+CONVERTED = "orbax"  # the folder of the weights in what `dsjax convert` writes
 ANY_OF = (
     "the path of a checkpoint folder (config.json, *.safetensors, tokenizer.json), the name of a model in the Hugging "
     "Face cache, or 'demo' for the small model that comes with dsjax"
@@ -58,6 +59,10 @@ def _checkpoint(folder: Path) -> Path:
         return folder
     if (folder / "snapshots").is_dir():
         return _snapshot(folder)
+    if (folder / CONVERTED).is_dir():
+        raise CheckpointError(
+            f"{folder} is what a `dsjax convert` that was interrupted left; delete it, convert again."
+        )
     raise CheckpointError(f"{folder} has no config.json, so it is not a checkpoint folder.")
 
 
