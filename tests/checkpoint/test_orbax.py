@@ -100,6 +100,7 @@ def test_an_interrupted_conversion(tmp_path: Path, v3: Path):
         resolve_model(partial)
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of Orbax's own threads
 def test_missing_and_damaged_parts(tmp_path: Path, v3: Path):
     model = abstract_model(ModelConfig.load(v3), "float32", Ops.references())
     lacking = shutil.copytree(v3, tmp_path / "lacking")
