@@ -166,7 +166,8 @@ def test_higher_priority_overtakes_who_waits(make_llm: Callable[..., LLM]):
     llm.engine.add(Request.create("waits", [9], SamplingParams(max_tokens=5, ignore_eos=True), llm.engine.limits))
     high = llm.stream([7, 8], SamplingParams(max_tokens=5, ignore_eos=True), priority=1)
     next(high)
-    assert [request.id for request in llm.engine.scheduler.waiting] == ["waits"]
+    assert llm.engine.scheduler.waiting[-1].id == "waits", "behind the request that gave up its row"
+    assert [request.priority for request in llm.engine.scheduler.running] == [1, 0, 0]
     for stream in (*low, high):
         stream.close()
     llm.engine.abort("waits")

@@ -326,7 +326,7 @@ ACTIONS = st.sampled_from(["step"] * 12 + ["abort", "expire", "fail", "add", "ad
 EVENTS = st.lists(st.tuples(ACTIONS, st.integers(0, 11)), max_size=80)
 
 
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(st.lists(arrivals(), min_size=1, max_size=12), EVENTS, st.integers(7, 40), st.sampled_from([7, 9]))
 def test_random_histories(sizes, events, step_tokens: int, pages: int):
     """Arrivals, aborts, deadlines, preemptions and device failures in a tiny pool: every request ends exactly once,
