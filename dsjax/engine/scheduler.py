@@ -13,7 +13,6 @@ import math
 from bisect import insort
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from heapq import heappop, heappush
 
 from dsjax.cache.kinds import PageKind
 from dsjax.cache.pages import PagePool
@@ -69,7 +68,7 @@ class Scheduler:
         self.waiting: list[Request] = []  # in order of rank, as is `running`
         self.running: list[Request] = []
         self._requests: dict[str, Request] = {}
-        self._deadlines: list[tuple[float, int, Request]] = []  # a heap; some may have ended
+        self._with_deadline: dict[str, Request] = {}
         self._arrivals = 0
         self._free_rows = list(range(rows - 1, -1, -1))
 
@@ -88,7 +87,7 @@ class Scheduler:
         request.arrival = self._arrivals
         insort(self.waiting, request, key=_rank)
         if request.deadline is not None:
-            heappush(self._deadlines, (request.deadline, request.arrival, request))
+            self._with_deadline[request.id] = request
 
     def abort(self, request_id: str) -> Update | None:
         """End a request wherever it is. None if no such request is open."""
@@ -100,13 +99,10 @@ class Scheduler:
 
     def expire(self, now: float) -> list[Update]:
         """End the requests whose deadline has come; `now` as time.monotonic()."""
-        updates = []
-        while self._deadlines and self._deadlines[0][0] <= now:
-            *_, request = heappop(self._deadlines)
-            if request.finish_reason is None:
-                self._end(request, "timeout")
-                updates.append(Update(request, [], "timeout"))
-        return updates
+        expired = [r for r in self._with_deadline.values() if r.deadline is not None and r.deadline <= now]
+        for request in expired:
+            self._end(request, "timeout")
+        return [Update(request, [], "timeout") for request in expired]
 
     def schedule(self, step_tokens: int | None = None) -> Step | None:
         """The next step of at most `step_tokens` tokens; None if there is nothing to compute.
@@ -278,6 +274,7 @@ class Scheduler:
     def _end(self, request: Request, reason: str) -> None:
         request.finish_reason = reason
         del self._requests[request.id]
+        self._with_deadline.pop(request.id, None)
         if request.row is None:
             self.waiting.remove(request)
         else:
@@ -287,7 +284,7 @@ class Scheduler:
         self._unseat(request)
         insort(self.waiting, request, key=_rank)
         self.preemptions += 1
-        logger.debug("%s is preempted: the cache is full", request.id)
+        logger.debug("%s makes way for a request of higher rank", request.id)
 
     def _unseat(self, request: Request) -> None:
         """Take row and pages from a running request. Steps in flight may still write to them: the device runs in order,

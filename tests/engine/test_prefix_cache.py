@@ -79,8 +79,11 @@ def test_answers_tell_what_was_cached(llm: LLM):
     assert llm.generate(prompt(200), GREEDY)[0].cached_tokens == 3 * PAGE
 
 
-def test_identical_prompts_at_once(llm: LLM):
-    """Garbled in a public bug report: copies of one prompt that run together."""
+@pytest.mark.parametrize("options", [{"plan": "piece"}, {"plan": "layer"}, {"plan": "step"}, {"tp": 2}], ids=str)
+def test_identical_prompts_at_once(make_llm: Callable[..., LLM], options: dict):
+    """Garbled in a public bug report: copies of one prompt. Pages are shared in the very step that fills them."""
+    llm = make_llm(**options)
+    llm.engine.forget_prefixes()
     [cold] = generate(llm, prompt(130))
     llm.engine.forget_prefixes()
     together, work = computed(llm, lambda: generate(llm, *[prompt(130)] * 6))

@@ -206,8 +206,12 @@ def test_deadlines_end_requests_wherever_they_are():
     loop.step()
     assert [request.id for request in scheduler.running] == ["waiting"]
     assert [u.request.id for u in scheduler.expire(now=99.0)] == ["waiting"]
+    early = make_request("early", 3, 2)
+    early.deadline = 1e9
+    scheduler.add(early)
     loop.run_dry(100)
-    assert loop.finished == {"patient": "length"}
+    assert loop.finished == {"patient": "length", "early": "length"}
+    assert not scheduler._with_deadline, "who ends before the deadline is not kept until then"
 
 
 def test_eight_requests_that_each_want_half_the_pool_all_finish():
