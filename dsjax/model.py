@@ -4,10 +4,11 @@ A model is abstract (`abstract_model` allocates nothing); its weights live outsi
 handed to the compiled segments as arguments.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 
@@ -56,7 +57,7 @@ class Model(nnx.Module):
         self.embed = Embedding(config, dtype, tp)
         self.layers = nnx.List(DecoderLayer(config, i, dtype, ops, tp) for i in range(config.num_layers))
         self.head = Head(config, dtype, tp)
-        self.config, self.dtype = config, dtype
+        self.config, self.dtype, self.ops, self.tp = config, dtype, ops, tp
 
     @property
     def ropes(self) -> tuple[tuple[str, RopeConfig], ...]:
@@ -68,6 +69,11 @@ class Model(nnx.Module):
         """What the cache holds per token."""
         pool = PoolSpec(LATENT, self.config.num_layers, self.config.attention.latent_width, self.dtype)
         return (PageKind(LATENT, (pool,)),)
+
+    @property
+    def plan_decode(self) -> Callable[[jax.Array], Any]:
+        """Lengths int32 [B] of decode rows -> the plan that attention on each device wants of them, once a step."""
+        return partial(self.ops.mla_decode.plan, queries=self.config.attention.num_heads // self.tp.size)
 
     @property
     def hidden_shape(self) -> tuple[int, ...]:

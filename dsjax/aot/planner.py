@@ -112,7 +112,7 @@ def _layer_calls(model: Model) -> list[Call]:
 
 def _body(model: Model, layers: list[Call], key: ProgramKey, rows: int, plan: str) -> PlannedProgram:
     shape = body_shape(key, rows)
-    prepare = Segment.of("prepare", Prepare(shape, model.page_kinds, model.ropes))
+    prepare = Segment.of("prepare", Prepare(shape, model.page_kinds, model.ropes, model.plan_decode))
     calls = [Call(prepare), *layers, Call(Segment.of("collect", Collect()))]
     results = ("page_tables", "pools", "samples", "hidden")
     packed = _aval((step_layout(shape, model.page_kinds).size,))

@@ -16,6 +16,7 @@ from dsjax.layers.linear import Linear, param
 from dsjax.layers.norm import RMSNorm
 from dsjax.layers.residual import PreNorm
 from dsjax.pallas_kernels import Ops
+from dsjax.pallas_kernels.mla_decode import DecodeRows
 from dsjax.quantization import dense
 from dsjax.rope import rotate
 from dsjax.step.inputs import StepInputs
@@ -85,26 +86,26 @@ class MLAAttention(nnx.Module):
         pool, layer, tables, decode = pools[LATENT], places[LATENT], page_tables[LATENT], inputs.decode
         w_uk, w_uv = dense(self.w_uk[...], q.dtype), dense(self.w_uv[...], q.dtype)
         count = decode.lengths.shape[0]
-        decoded = self._decode(q[:count], w_uk, w_uv, pool, layer, tables[decode.rows], decode.lengths)
+        decoded = self._decode(q[:count], w_uk, w_uv, pool, layer, tables, decode)
         if inputs.prefill is None:
             return (decoded,)
         o = self.ops.mla_prefill(q, w_uk, w_uv, pool, layer, tables, inputs.prefill, scale=self.mla.softmax_scale)
         is_decode = (decode.lengths > 0)[:, None, None]
         return (o.at[:count].set(jnp.where(is_decode, decoded, o[:count])),)
 
-    def _decode(self, q, w_uk, w_uv, pool, layer, tables, lengths) -> jax.Array:
+    def _decode(self, q, w_uk, w_uv, pool, layer, tables, decode: DecodeRows) -> jax.Array:
         q_nope, q_rope = jnp.split(q, [self.mla.qk_nope_head_dim], axis=-1)
         absorbed = jnp.einsum("thn,hnc->thc", q_nope, w_uk)
-        latent = self.ops.mla_decode(
-            jnp.concatenate([absorbed, q_rope], axis=-1),
+        latent = self.ops.mla_decode.attend(
+            jnp.concatenate([absorbed, q_rope], axis=-1)[:, None],
             pool,
             layer,
             tables,
-            lengths,
+            decode,
             rank=self.mla.kv_lora_rank,
             scale=self.mla.softmax_scale,
         )
-        return jnp.einsum("thc,hvc->thv", latent, w_uv)
+        return jnp.einsum("thc,hvc->thv", latent[:, 0], w_uv)
 
 
 class HeadsProjection(Linear):

@@ -2,8 +2,9 @@
 
 An operation is a folder: `reference.py` says in plain JAX what it means and runs everywhere, `shapes.py` names the
 shapes that real models give it. The folder's IMPLEMENTATIONS maps "reference" and targets ("hopper", ...) to
-functions of one signature; "deterministic" is one in which a row's result depends neither on other rows nor on its
-place, where the reference is too slow for that mode. Models call operations through an Ops record, so swapping one is
+implementations of one signature: a function, or a record of functions where something is prepared once a step
+(MLADecode). "deterministic" is one in which a row's result depends neither on other rows nor on its place, where the
+reference is too slow for that mode. Models call operations through an Ops record, so swapping one is
 `dataclasses.replace(ops, experts=...)`.
 """
 
@@ -12,6 +13,7 @@ from dataclasses import dataclass
 from types import ModuleType
 
 from dsjax.pallas_kernels import experts, mla_decode, mla_prefill, router
+from dsjax.pallas_kernels.mla_decode import MLADecode
 from dsjax.telemetry import count, warn_once
 
 REFERENCE, DETERMINISTIC = "reference", "deterministic"
@@ -22,7 +24,7 @@ class Ops:
     """One implementation of each operation; see the reference of the same name for its meaning."""
 
     mla_prefill: Callable
-    mla_decode: Callable
+    mla_decode: MLADecode
     router: Callable
     experts: Callable
 

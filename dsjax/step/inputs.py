@@ -4,7 +4,8 @@ Padding contract: a pad token has row none, id 0, no cache slot (nothing is writ
 hidden row; no real row's result depends on what stands in pad rows.
 """
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,18 +13,12 @@ from flax import nnx
 
 from dsjax.cache.kinds import PageKind
 from dsjax.config import RopeConfig
+from dsjax.pallas_kernels.mla_decode import DecodeRows
 from dsjax.pallas_kernels.mla_prefill import PrefillChunks
 from dsjax.rope import cos_sin
 from dsjax.step.layout import NONE, StepShape, step_layout
 
 NO_SLOT = jnp.iinfo(jnp.int32).max  # beyond every pool, so scatters with mode="drop" skip it
-
-
-class DecodeTokens(NamedTuple):
-    """The leading tokens as decode rows: `rows` int32 [n] and `lengths` int32 [n], keys seen, 0 for no decode."""
-
-    rows: jax.Array
-    lengths: jax.Array
 
 
 class StepInputs(NamedTuple):
@@ -33,7 +28,7 @@ class StepInputs(NamedTuple):
     valid: jax.Array  # bool [T]
     slots: dict[str, jax.Array]  # int32 [T]: page * page_tokens + offset of each token's cache entry
     rope: dict[str, tuple[jax.Array, jax.Array]]  # cos, sin float32 [T, dim / 2]
-    decode: DecodeTokens
+    decode: DecodeRows  # the leading tokens
     prefill: PrefillChunks | None
 
 
@@ -53,12 +48,21 @@ class SampleInputs(NamedTuple):
 
 
 class Prepare(nnx.Module):
-    """First piece of a body: packed step array -> inputs of all others; writes new pages into the page tables."""
+    """First piece of a body: packed step array -> inputs of all others; writes new pages into the page tables.
+
+    `plan_decode` makes the plan of DecodeRows from their lengths.
+    """
 
     gives = ("page_tables", "inputs", "samples")
 
-    def __init__(self, shape: StepShape, kinds: tuple[PageKind, ...], ropes: tuple[tuple[str, RopeConfig], ...]):
-        self.shape, self.kinds, self.ropes = shape, kinds, ropes
+    def __init__(
+        self,
+        shape: StepShape,
+        kinds: tuple[PageKind, ...],
+        ropes: tuple[tuple[str, RopeConfig], ...],
+        plan_decode: Callable[[jax.Array], Any],
+    ):
+        self.shape, self.kinds, self.ropes, self.plan_decode = shape, kinds, ropes, plan_decode
 
     def __call__(self, packed: jax.Array, page_tables: dict, last_tokens: jax.Array):
         fields = step_layout(self.shape, self.kinds).unpack(packed)
@@ -76,9 +80,10 @@ class Prepare(nnx.Module):
         )
         return tables, inputs, self._samples(fields, rows, positions)
 
-    def _decode(self, fields: dict, rows: jax.Array, positions: jax.Array) -> DecodeTokens:
+    def _decode(self, fields: dict, rows: jax.Array, positions: jax.Array) -> DecodeRows:
         n = self.shape.decode_tokens
-        return DecodeTokens(rows[:n], jnp.where(jnp.arange(n) < fields["num_decode"], positions[:n] + 1, 0))
+        lengths = jnp.where(jnp.arange(n) < fields["num_decode"], positions[:n] + 1, 0)
+        return DecodeRows(rows[:n], lengths, self.plan_decode(lengths))
 
     def _prefill(self, fields: dict) -> PrefillChunks | None:
         return PrefillChunks(*jnp.maximum(fields["chunks"], 0).T) if self.shape.has_prefill else None

@@ -25,7 +25,7 @@ SHAPE = StepShape(TOKENS, ROWS, has_prefill=True)
 
 @cache
 def prepare():
-    piece = Prepare(SHAPE, (KIND,), (("main", RopeConfig(4, 100.0)),))
+    piece = Prepare(SHAPE, (KIND,), (("main", RopeConfig(4, 100.0)),), plan_decode=jnp.sort)
     return jax.jit(lambda *arguments: piece(*arguments))
 
 
@@ -34,7 +34,7 @@ def prepare():
 def test_slots_lengths_chunks_and_picks(lengths: list[int], step_tokens: int):
     """Every token gets the slot of its place in the row's pages; decode and prefill cover all tokens once.
 
-    Short prompts are scored.
+    Short prompts are scored. The plan of decode rows is made of their lengths.
     """
     scheduler = Scheduler([KIND], {"latent": 30}, ROWS, step_tokens, ())
     limits = Limits(vocab_size=1000, max_model_len=400, cache_tokens=1920)
@@ -62,6 +62,7 @@ def check_tokens(step, inputs) -> None:
             assert inputs.token_ids[place] == (ids[position] if known else 900 + chunk.request.row)
             place += 1
     covered[:ROWS] += np.asarray(inputs.decode.lengths) > 0
+    np.testing.assert_array_equal(inputs.decode.plan, np.sort(inputs.decode.lengths))
     for start, length in zip(inputs.prefill.starts, inputs.prefill.lengths, strict=True):
         covered[int(start) : int(start) + int(length)] += 1
     np.testing.assert_array_equal(covered, np.arange(TOKENS) < place)

@@ -1,5 +1,24 @@
-"""MLA decode: absorbed attention of single query tokens over the paged latent cache."""
+"""MLA decode: absorbed attention of the last query tokens of each row over the paged latent cache."""
 
-from dsjax.pallas_kernels.mla_decode.reference import mla_decode, mla_decode_in_tiles
+from collections.abc import Callable
+from typing import NamedTuple
 
-IMPLEMENTATIONS = {"reference": mla_decode, "deterministic": mla_decode_in_tiles}
+from dsjax.pallas_kernels.mla_decode.reference import DecodeRows, mla_decode, mla_decode_in_tiles, no_plan
+
+__all__ = ["IMPLEMENTATIONS", "DecodeRows", "MLADecode"]
+
+
+class MLADecode(NamedTuple):
+    """One implementation: what depends on the lengths alone is made once a step, for all layers.
+
+    `plan`: plan(lengths, queries=Q * H) -> DecodeRows.plan, a pytree of arrays. `attend`: see reference.mla_decode.
+    """
+
+    plan: Callable
+    attend: Callable
+
+
+IMPLEMENTATIONS = {
+    "reference": MLADecode(no_plan, mla_decode),
+    "deterministic": MLADecode(no_plan, mla_decode_in_tiles),
+}

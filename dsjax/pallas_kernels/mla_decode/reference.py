@@ -1,6 +1,7 @@
 """MLA decode in plain JAX: online softmax over blocks of pages, as many blocks as the longest row needs."""
 
 from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -9,13 +10,30 @@ from jax import lax
 from dsjax.pallas_kernels.online_softmax import PAGES_PER_BLOCK, SoftmaxState, whole_blocks
 
 
+class DecodeRows(NamedTuple):
+    """Rows that decode, B entries.
+
+    `rows` int32 [B]: the row of the page tables of each entry. `lengths` int32 [B]: keys that the entry's last query
+    token sees, 0: no query. `plan`: what the implementation's `plan` made of the lengths.
+    """
+
+    rows: jax.Array
+    lengths: jax.Array
+    plan: Any
+
+
+def no_plan(lengths: jax.Array, *, queries: int) -> tuple[()]:
+    """The plan of an implementation that needs none."""
+    return ()
+
+
 @partial(jax.jit, static_argnames=("rank", "scale"))
 def mla_decode(
     q: jax.Array,
     pool: jax.Array,
     layer: jax.Array,
     tables: jax.Array,
-    lengths: jax.Array,
+    decode: DecodeRows,
     *,
     rank: int,
     scale: float,
@@ -23,47 +41,51 @@ def mla_decode(
     """Multi-query attention over latents, W_UK absorbed into the query (DeepSeek-V2 paper, section 2.1.2).
 
     Args:
-      q: queries [T, H, C + R]: the latent query q_nope W_UK, then the rotated q_pe.
+      q: queries [B, Q, H, C + R] of each entry's last Q tokens: the latent query q_nope W_UK, then the rotated q_pe.
       pool: latent cache [L, P, S, C + R]; its first C = `rank` channels are the values as well.
       layer: int32 scalar, the layer of the pool to read.
-      tables: int32 [T, N], the pages of each query's row.
-      lengths: int32 [T]: the query sees positions 0..length-1 of its row. 0: no query.
+      tables: int32 [rows, N], the pages of each row.
+      decode: which rows the entries are. Query token i sees positions 0..length-Q+i of its row.
       scale: softmax scale.
 
     Returns:
-      [T, H, C] in q's dtype; zeros where the length is 0. What stands beyond a row's length has no influence.
+      [B, Q, H, C] in q's dtype; zeros for queries that see no key. What stands beyond a row's length has no influence.
     """
+    entries, tokens, heads, _ = q.shape
     page_size = pool.shape[2]
     block = PAGES_PER_BLOCK * page_size
-    tables = whole_blocks(tables)
+    tables = whole_blocks(tables[decode.rows])
+    queries = q.reshape(entries, tokens * heads, -1)
+    seen = decode.lengths[:, None] - jnp.arange(tokens)[::-1]
+    seen = jnp.repeat(seen, heads, axis=1)  # keys per query
 
     def add_block(i, state: SoftmaxState) -> SoftmaxState:
         pages = lax.dynamic_slice_in_dim(tables, i * PAGES_PER_BLOCK, PAGES_PER_BLOCK, axis=1)
-        visible = i * block + jnp.arange(block) < lengths[:, None]
-        keys = pool[layer, pages].reshape(q.shape[0], block, pool.shape[3])
-        keys = jnp.where(visible[..., None], keys, 0)
-        scores = jnp.einsum("thw,tkw->thk", q, keys, preferred_element_type=jnp.float32) * scale
+        positions = i * block + jnp.arange(block)
+        keys = pool[layer, pages].reshape(entries, block, pool.shape[3])
+        keys = jnp.where((positions < decode.lengths[:, None])[..., None], keys, 0)
+        scores = jnp.einsum("bqw,bkw->bqk", queries, keys, preferred_element_type=jnp.float32) * scale
 
         def weigh_values(weights):
             values = keys[..., :rank]
-            return jnp.einsum("thk,tkc->thc", weights.astype(q.dtype), values, preferred_element_type=jnp.float32)
+            return jnp.einsum("bqk,bkc->bqc", weights.astype(q.dtype), values, preferred_element_type=jnp.float32)
 
-        return state.add(scores, visible[:, None, :], weigh_values)
+        return state.add(scores, positions < seen[..., None], weigh_values)
 
-    blocks = (jnp.max(lengths) + block - 1) // block
-    state = lax.fori_loop(0, blocks, add_block, SoftmaxState.empty(q.shape[:2], rank))
-    return state.result().astype(q.dtype)
+    blocks = (jnp.max(decode.lengths) + block - 1) // block
+    state = lax.fori_loop(0, blocks, add_block, SoftmaxState.empty(queries.shape[:2], rank))
+    return state.result().astype(q.dtype).reshape(entries, tokens, heads, rank)
 
 
-def mla_decode_in_tiles(q, pool, layer, tables, lengths, *, rank: int, scale: float) -> jax.Array:
-    """mla_decode, a quarter of the places at a time, as far as there are queries: few of them cost little."""
-    count = q.shape[0]
-    tile = -(-count // 4)
+def mla_decode_in_tiles(q, pool, layer, tables, decode: DecodeRows, *, rank: int, scale: float) -> jax.Array:
+    """mla_decode, a quarter of the entries at a time, as far as there are queries: few of them cost little."""
+    entries = q.shape[0]
+    tile = -(-entries // 4)
 
     def add_tile(i, out):
-        q_tile, table, length = (lax.dynamic_slice_in_dim(x, i * tile, tile) for x in (q, tables, lengths))
-        o = mla_decode(q_tile, pool, layer, table, length, rank=rank, scale=scale)
+        q_tile, rows, lengths = (lax.dynamic_slice_in_dim(x, i * tile, tile) for x in (q, decode.rows, decode.lengths))
+        o = mla_decode(q_tile, pool, layer, tables, DecodeRows(rows, lengths, ()), rank=rank, scale=scale)
         return lax.dynamic_update_slice_in_dim(out, o, i * tile, axis=0)
 
-    used = jnp.max(jnp.where(lengths > 0, jnp.arange(1, count + 1), 0))
-    return lax.fori_loop(0, (used + tile - 1) // tile, add_tile, jnp.zeros((*q.shape[:2], rank), q.dtype))
+    used = jnp.max(jnp.where(decode.lengths > 0, jnp.arange(1, entries + 1), 0))
+    return lax.fori_loop(0, (used + tile - 1) // tile, add_tile, jnp.zeros((*q.shape[:3], rank), q.dtype))
