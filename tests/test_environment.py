@@ -2,6 +2,7 @@
 
 import json
 import os
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -92,6 +93,16 @@ def test_damaged_packages_are_passed_over(tmp_path: Path, monkeypatch: pytest.Mo
     versions = look_around(EngineOptions(cache_dir=str(tmp_path))).versions
     assert versions["jax"] == jax.__version__
     assert versions["nvidia-x"] == "unknown"
+
+
+def test_a_cuda_plugin_is_quiet_without_a_gpu():
+    """It is part of the dev extra, to compile for GPUs; JAX would log a traceback over CUDA's missing libraries."""
+    if any(map(os.path.exists, ("/dev/nvidia0", "/dev/nvidiactl", "/dev/dxg"))):
+        pytest.skip("this machine has a GPU")
+    unset = {name: value for name, value in os.environ.items() if not name.startswith("JAX_")}
+    code = "import dsjax, jax; print(jax.default_backend())"
+    done = subprocess.run([sys.executable, "-c", code], env=unset, capture_output=True, text=True, check=True)
+    assert (done.stdout, done.stderr) == ("cpu\n", "")
 
 
 def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

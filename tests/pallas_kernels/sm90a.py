@@ -1,0 +1,87 @@
+"""Compiling for the H200 (sm_90a) on a machine without a GPU, and what the compilers say of each Mosaic kernel."""
+
+import os
+import re
+import tempfile
+from collections.abc import Callable
+from functools import cache
+from importlib import resources
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+import jax
+from jax.experimental import topologies
+from jax.sharding import SingleDeviceSharding
+
+
+class Kernel(NamedTuple):
+    """One Mosaic kernel. `spill_bytes`: stores and loads together. `losses`: ptxas' warnings of lost speed.
+
+    Such are products that were serialised, or registers that setmaxnreg could not move.
+    """
+
+    name: str
+    registers: int
+    spill_bytes: int
+    smem_bytes: int
+    ptx: str
+    losses: list[str]
+
+
+class Compiled(NamedTuple):
+    """An executable (its HLO and memory use can be read, it cannot run), its distinct kernels, its launches.
+
+    `thunks`: a line per launch as XLA lists them; those under a kCommandBuffer are one CUDA graph.
+    """
+
+    executable: jax.stages.Compiled
+    kernels: list[Kernel]
+    thunks: str
+
+
+def compile_for_h200(function: Callable, *args: Any, **jit_options: Any) -> Compiled:
+    """Compile `function` for one H200; `args`: ShapeDtypeStructs, also in pytrees; `jit_options`: jax.jit's.
+
+    Raises:
+      RuntimeError: JAX's CUDA plugin is not installed.
+    """
+    placed = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=_on_h200()), args)
+    renewed = jax.jit(lambda *args: function(*args), **jit_options)  # lowering that JAX has kept would dump nothing
+    with tempfile.TemporaryDirectory() as scratch, mock.patch.dict(os.environ, {"MOSAIC_GPU_DUMP_TO": scratch}):
+        options = {"xla_dump_to": scratch, "xla_dump_hlo_as_text": True}
+        executable = renewed.lower(*placed).compile(compiler_options=options)
+        kernels = [_read_kernel(ptx) for ptx in sorted(Path(scratch).glob("*.ptx"))]
+        return Compiled(executable, kernels, _read_thunks(Path(scratch)))
+
+
+@cache
+def _on_h200() -> SingleDeviceSharding:
+    if find_spec("jax_cuda13_plugin") is None:
+        raise RuntimeError("Compiling for GPUs needs JAX's CUDA plugin: pip install -e '.[build-cuda]'.")
+    config = resources.files("dsjax.aot").joinpath("h200.txtpb").read_text()
+    topology = topologies.get_topology_desc(platform="cuda", target_config=config, topology="1x1x1")
+    return SingleDeviceSharding(topology.devices[0])
+
+
+def _read_kernel(ptx: Path) -> Kernel:
+    log = ptx.with_suffix(".ptxas").read_text()
+    scratch = ptx.with_suffix(".resources.txt").read_text()
+    return Kernel(
+        name=ptx.stem,
+        registers=_number(r"Used (\d+) registers", log),
+        spill_bytes=_number(r"(\d+) bytes spill stores", log) + _number(r"(\d+) bytes spill loads", log),
+        smem_bytes=_number(r"smem_scratch_bytes=(\d+)", scratch),
+        ptx=ptx.read_text(),
+        losses=[line for line in log.splitlines() if "Potential Performance Loss" in line],
+    )
+
+
+def _number(pattern: str, text: str) -> int:
+    return sum(map(int, re.findall(pattern, text)))
+
+
+def _read_thunks(folder: Path) -> str:
+    grouped = list(folder.glob("*thunk_sequence_after_thunk_passes.txt"))
+    return (grouped or list(folder.glob("*thunk_sequence.txt")))[0].read_text()
