@@ -8,12 +8,22 @@ import sys
 from collections.abc import Sequence
 from datetime import date
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
 RESULTS = Path(__file__).parent / "results"
-PACKAGES = ("jax", "jaxlib", "flax", "jax-cuda13-plugin", "dsjax")
+PACKAGES = ("jax", "jaxlib", "flax", "jax-cuda13-plugin", "dsjax", "torch", "sgl-flash-mla")
+
+
+class Ceiling(NamedTuple):
+    """What a card reaches at most: a large bf16 matrix product, and a device copy with bytes read and written."""
+
+    flops_per_s: float
+    bytes_per_s: float
+
+
+CEILINGS = {"h200": Ceiling(790e12, 4.3e12)}
 
 
 def card() -> str:
@@ -48,6 +58,18 @@ def against(entry: dict[str, Any], anchor: dict[str, Any]) -> dict[str, Any]:
     """`entry` compared with `anchor`, a record of the same run of which less is better: `ratio` above 1 is faster."""
     compared = {"name": anchor["case"], "value": anchor["value"]}
     return entry | {"anchor": compared, "ratio": float(f"{anchor['value'] / entry['value']:.3g}")}
+
+
+def above(entry: dict[str, Any], floor: float) -> dict[str, Any]:
+    """`entry`, a time, beside the shortest that is possible in the same unit: `floor_ratio` 1 is at that limit."""
+    return entry | {"floor": float(f"{floor:.4g}"), "floor_ratio": float(f"{floor / entry['value']:.3g}")}
+
+
+def floor_s(flops: float, moved_bytes: float) -> float | None:
+    """Seconds that this card needs at least, from the rates that it was seen to reach; None for a card without any."""
+    if (seen := CEILINGS.get(card())) is None:
+        return None
+    return max(flops / seen.flops_per_s, moved_bytes / seen.bytes_per_s)
 
 
 def save(records: Sequence[dict[str, Any]]) -> Path:

@@ -1,0 +1,64 @@
+"""The kernel benchmark measures what it says: calls on ever other rows, each after the one before."""
+
+import sys
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from bench import kernels
+from bench.ops.mla_decode import CALLS, SCALE, MLADecodeBench
+from bench.timing import time_in_turns
+from dsjax.pallas_kernels.mla_decode.reference import DecodeRows, mla_decode
+
+
+def test_a_chain_of_mla_decode_goes_through_all_rows():
+    bench = MLADecodeBench("reference", quick=True)
+    case = bench.cases["quick batch 2 context 100"]
+    chain = bench.subject(case)
+    chain.run()
+    rows, out = chain.state
+    np.testing.assert_array_equal(rows, (np.arange(2) + 2 * CALLS) % bench.sizes.rows)
+    decode = DecodeRows((rows - 2) % bench.sizes.rows, bench.lengths(case), ())
+    tables = bench.tables(case)
+    wanted = mla_decode(bench.queries(case), bench.pool, jnp.int32(0), tables, decode, rank=512, scale=SCALE)
+    np.testing.assert_array_equal(out, wanted)
+    used = np.asarray(tables)[:, :2]
+    assert len(np.unique(used)) == used.size, "no page is read by two rows"
+
+
+def test_cases_fill_more_than_the_l2_cache():
+    bench = MLADecodeBench("reference", quick=False)
+    for case in bench.cases.values():
+        pages = np.unique(np.asarray(bench.tables(case))[:, : -(-case.context // 64)])
+        assert pages.size * 64 * 576 * 2 > 100e6
+        assert case.context <= bench.sizes.width * 64
+
+
+def test_contenders_take_turns():
+    order = []
+
+    class Contender:
+        calls = 2
+
+        def __init__(self, name: str):
+            self.name = name
+
+        def run(self):
+            order.append(self.name)
+
+        def wait(self):
+            pass
+
+    samples = time_in_turns([Contender("a"), Contender("b")], rounds=3, round_s=0)
+    assert [len(one) for one in samples] == [3, 3]
+    assert order[-6:] == ["a", "b"] * 3
+
+
+def test_the_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    quick = ["--op", "mla_decode", "--quick", "--rounds", "2", "--round-ms", "0", "--cases", "batch 1"]
+    monkeypatch.setattr(sys, "argv", ["kernels", *quick])
+    kernels.main()
+    title, line = capsys.readouterr().out.splitlines()[-2:]
+    assert "TFLOP/s" in title
+    assert line.startswith("quick batch 1 context 100")
