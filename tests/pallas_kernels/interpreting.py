@@ -3,9 +3,19 @@
 import io
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
+from functools import partial
+from unittest import mock
 
+import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
-from jax._src.pallas.mosaic_gpu.interpret.gpu_callbacks import reset_gpu_interpret_mode_state
+import numpy as np
+from jax._src.pallas.mosaic_gpu import primitives
+from jax._src.pallas.mosaic_gpu.core import WGMMAAbstractAccumulatorRef
+from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
+from jax._src.pallas.mosaic_gpu.interpret.jaxpr_interpret import JaxprInterpreter
+from jax._src.pallas.mosaic_gpu.interpret.shared_memory import GPULoggingInfo, HostAllocationKey
+from jax._src.state.primitives import swap_p
+from jax.experimental import io_callback
 
 
 @contextmanager
@@ -16,10 +26,49 @@ def interpreted() -> Iterator[None]:
     one that is missing in the very warpgroup that began it is not found; in another warpgroup it is a race.
     """
     said = io.StringIO()  # JAX prints races, and keeps those of the last kernel only
+    parameters = plgpu.InterpretGPUParams(detect_races=True)
     try:
-        with redirect_stdout(said), plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)):
+        with redirect_stdout(said), plgpu.force_gpu_interpret_mode(parameters), _accumulators_can_be_written():
             yield
     finally:
-        reset_gpu_interpret_mode_state()
+        gpu_callbacks.reset_gpu_interpret_mode_state()
     if "RACE DETECTED" in said.getvalue():
         raise AssertionError(said.getvalue())
+
+
+def _accumulators_can_be_written():
+    """JAX 0.11.2 cannot simulate `accumulator[...] = value`: it becomes a swap, and swaps of accumulators are added."""
+    return mock.patch.multiple(JaxprInterpreter, interpret=_interpret, _interpret_swap_p=_interpret_swap)
+
+
+_jax_interpret, _jax_interpret_swap = JaxprInterpreter.interpret, JaxprInterpreter._interpret_swap_p
+
+
+def _interpret(self, jaxpr, token, *args):
+    return _jax_interpret(self, jaxpr.replace(eqns=[_store_as_swap(equation) for equation in jaxpr.eqns]), token, *args)
+
+
+def _store_as_swap(equation):
+    if equation.primitive is not primitives.wgmma_accumulator_store_p:
+        return equation
+    return equation.replace(primitive=swap_p, params={"tree": jax.tree.structure(())})
+
+
+def _interpret_swap(self, equation, token, get_values):
+    if not isinstance(equation.invars[0].aval, WGMMAAbstractAccumulatorRef):
+        return _jax_interpret_swap(self, equation, token, get_values)
+    accumulator, value = get_values()
+    store = partial(_store, source_info=equation.source_info)
+    where = {"mesh_location": self.mesh_location, "thread": self.thread}
+    token = io_callback(store, gpu_callbacks.TOKEN_SHAPE_DTYPE, token=token, **where, key=accumulator, value=value)
+    return token, [value]
+
+
+@gpu_callbacks.fail_on_exception
+def _store(*, token, mesh_location, thread, key, value, source_info):
+    """Registers belong to one warpgroup, so there is no race to look for."""
+    key = HostAllocationKey.from_array(key)
+    memory = gpu_callbacks._get_shared_memory()
+    info = GPULoggingInfo(mesh_location, thread, source_info)
+    memory.store_buffer_content(key, memory.access(key, ()), np.asarray(value), thread, logging_info=info)
+    return token

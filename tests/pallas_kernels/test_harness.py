@@ -15,7 +15,7 @@ TILE = 64
 
 @jax.jit
 def product(a: jax.Array, b: jax.Array) -> jax.Array:
-    """a b for bf16 [64, 64], by one wgmma."""
+    """1 + a b for bf16 [64, 64], by one wgmma."""
 
     def body(a_gmem, b_gmem, out_gmem, a_smem, b_smem, out_smem, arrived):
         plgpu.copy_gmem_to_smem(a_gmem, a_smem, arrived)
@@ -23,6 +23,7 @@ def product(a: jax.Array, b: jax.Array) -> jax.Array:
         plgpu.barrier_wait(arrived)
 
         def multiply(accumulator):
+            accumulator[...] = jnp.ones_like(accumulator)
             plgpu.wgmma(accumulator, a_smem, b_smem)
             return accumulator[...]
 
@@ -67,7 +68,7 @@ def test_interpreted_kernels_compute():
     a, b = (jnp.asarray(rng.normal(size=(TILE, TILE)), jnp.bfloat16) for _ in range(2))
     with interpreted():
         out = product(a, b)
-    np.testing.assert_allclose(out, np.asarray(a, np.float64) @ np.asarray(b, np.float64), atol=1e-5)
+    np.testing.assert_allclose(out, 1 + np.asarray(a, np.float64) @ np.asarray(b, np.float64), atol=1e-5)
 
 
 def test_a_race_fails():
