@@ -1,5 +1,6 @@
 # make serve   install what is missing, then serve the demo model on http://127.0.0.1:8000
 # make test    install what is missing, then run the tests
+# make test-kernels    all kernel tests that need no GPU: more shapes, simulated and compiled for sm_90a (some minutes)
 # On a machine with an NVIDIA GPU, `make serve` installs JAX for CUDA 13 as well; EXTRAS=cuda12 or EXTRAS= changes that.
 
 MODEL ?= demo
@@ -10,13 +11,16 @@ PYTHON ?= $(shell for p in python3.12 python3.13 python3 python; do \
 UV := $(shell command -v uv 2>/dev/null)
 BIN := .venv/bin
 
-.PHONY: serve test lint typecheck bench clean
+.PHONY: serve test test-kernels lint typecheck bench clean
 
 serve: .venv/installed-$(or $(EXTRAS),cpu)
 	$(BIN)/dsjax serve $(MODEL) $(ARGS)
 
 test: .venv/installed-dev
 	$(BIN)/python -m pytest $(ARGS)
+
+test-kernels: .venv/installed-dev
+	$(BIN)/python -m pytest tests/pallas_kernels -m "not gpu" $(ARGS)
 
 lint: .venv/installed-dev
 	$(BIN)/ruff check . && $(BIN)/ruff format --check .

@@ -32,8 +32,16 @@ def random_cache(rng: np.random.Generator, lengths: list[int], width: int = RANK
     return Cache(pool, tables, lengths)
 
 
+def softmax(scores: np.ndarray) -> np.ndarray:
+    weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
+    return weights / weights.sum(axis=-1, keepdims=True)
+
+
 def attend(scores: np.ndarray, values: np.ndarray) -> np.ndarray:
     """softmax(scores [H, keys]) values [H, keys, V] in float64."""
-    weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
-    weights /= weights.sum(axis=-1, keepdims=True)
-    return np.einsum("hk,hkv->hv", weights, values)
+    return np.einsum("hk,hkv->hv", softmax(scores), values)
+
+
+def attend_latents(q: np.ndarray, latents: np.ndarray, rank: int, scale: float) -> np.ndarray:
+    """Absorbed attention of one query token q [H, C + R] over latents [keys, C + R] in float64: [H, C]."""
+    return softmax(q.astype(np.float64) @ latents.T * scale) @ latents[:, :rank]
