@@ -5,9 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dsjax.pallas_kernels.experts import IMPLEMENTATIONS
+from dsjax.pallas_kernels.experts import IMPLEMENTATIONS, hopper
 from dsjax.pallas_kernels.experts.shapes import SHAPES
 from dsjax.quantization import BlockScaled, dense
+from dsjax.telemetry import counters
+from tests.pallas_kernels.interpreting import interpreted
 
 EXPERTS, HIDDEN, WIDTH = 6, 24, 16
 experts = IMPLEMENTATIONS["reference"]
@@ -114,3 +116,48 @@ def test_block_scaled_experts_are_multiplied_out_one_at_a_time():
         return analysis.temp_size_in_bytes
 
     assert scratch_bytes(32) - scratch_bytes(16) < 192 * 256
+
+
+@pytest.mark.parametrize(("tokens", "chosen"), [(3, 1), (40, 2), (70, 6)])
+def test_hopper_against_float64(tokens: int, chosen: int):
+    """Few pairs, small tiles, large tiles; with NaN in pads, and in weights of an expert that nobody chose."""
+    rng = np.random.default_rng(tokens)
+    x, gate_up, down = (
+        (rng.normal(size=shape) / scale).astype(jnp.bfloat16)
+        for shape, scale in (((tokens, 128), 1), ((7, 2, 64, 128), 11), ((7, 128, 64), 8))
+    )
+    ids = np.stack([rng.permutation(6)[:chosen] for _ in range(tokens)])
+    ids[1], ids[2, 0] = -1, -1
+    weights = rng.uniform(0.1, 1, size=ids.shape)
+    exact = [array.astype(np.float64) for array in (x, gate_up, down)]
+    wanted = expected(*exact, ids=ids, weights=weights)
+    x[1], gate_up[6], down[6], weights[ids < 0] = (np.nan,) * 4
+    arrays = [jnp.asarray(array) for array in (x, gate_up, down)]
+    with interpreted():
+        y = hopper.experts(*arrays, jnp.asarray(ids, jnp.int32), jnp.asarray(weights, jnp.float32))
+    assert not y[1].any()
+    assert np.linalg.norm(y - wanted) / np.linalg.norm(wanted) < 5e-3
+
+
+@pytest.mark.parametrize(("pairs", "num_experts"), [(1, 4), (128, 6), (1000, 64)])
+def test_hopper_counts_pairs_into_the_order_of_a_stable_sort(pairs: int, num_experts: int):
+    ids = np.random.default_rng(pairs).integers(-1, num_experts, pairs)
+    places, counts = hopper._places(jnp.asarray(ids), num_experts)
+    order = [pair for pair in np.argsort(ids, stable=True) if ids[pair] >= 0]
+    np.testing.assert_array_equal(places[np.array(order)], np.arange(len(order)))
+    assert (places[ids < 0] >= pairs).all()
+    np.testing.assert_array_equal(counts, np.bincount(ids[ids >= 0], minlength=num_experts))
+
+
+def test_hopper_says_when_it_runs_the_reference():
+    """FP8 weights, float32 ones, and widths that its tiles do not divide."""
+    scaled = BlockScaled.abstract((4, 2, 128, 128), (128, 128)), BlockScaled.abstract((4, 128, 128), (128, 128))
+    plain = [
+        tuple(jax.ShapeDtypeStruct(shape, dtype) for shape in ((4, 2, width, 128), (4, 128, width)))
+        for width, dtype in ((128, jnp.float32), (24, jnp.bfloat16))
+    ]
+    ids, weights = (jax.ShapeDtypeStruct((9, 2), dtype) for dtype in (jnp.int32, jnp.float32))
+    for gate_up, down in (scaled, *plain):
+        before = counters["reference_op.experts"]
+        jax.eval_shape(hopper.experts, jax.ShapeDtypeStruct((9, 128), jnp.bfloat16), gate_up, down, ids, weights)
+        assert counters["reference_op.experts"] == before + 1

@@ -1,5 +1,5 @@
 """Experts: each token through its routed experts' SwiGLU MLPs, weighted and added up."""
 
-from dsjax.pallas_kernels.experts.reference import experts
+from dsjax.pallas_kernels.experts import hopper, reference
 
-IMPLEMENTATIONS = {"reference": experts}
+IMPLEMENTATIONS = {"reference": reference.experts, "hopper": hopper.experts}
