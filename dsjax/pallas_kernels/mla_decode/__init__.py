@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import NamedTuple
 
+from dsjax.pallas_kernels.mla_decode import hopper
 from dsjax.pallas_kernels.mla_decode.reference import DecodeRows, mla_decode, mla_decode_in_tiles, no_plan
 
 __all__ = ["IMPLEMENTATIONS", "DecodeRows", "MLADecode"]
@@ -21,4 +22,5 @@ class MLADecode(NamedTuple):
 IMPLEMENTATIONS = {
     "reference": MLADecode(no_plan, mla_decode),
     "deterministic": MLADecode(no_plan, mla_decode_in_tiles),
+    "hopper": MLADecode(hopper.plan, hopper.mla_decode),
 }

@@ -1,0 +1,208 @@
+"""MLA decode of at most 16 queries a row: keys are the tall operand.
+
+S^T = K Q^T has 64 keys as rows and the queries as columns, O^T = V^T P^T the 512 value channels as rows: queries need
+not be padded to the 64 rows of a wgmma. One warpgroup computes, another one copies pages, two of them ahead.
+
+Cost: every page is read once, 72 KiB, so the floor is bytes / 4.3 TB/s. A page takes 68 wgmmas of 64 rows whose left
+operand comes from shared memory, about 1,100 cycles, a quarter of the time in which an SM's share of the bandwidth
+brings it; softmax and the waits between the three stages take about as long.
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from dsjax.pallas_kernels.mla_decode.work import PAGE, DecodePlan, Segment, for_each_segment, max_partials
+
+RANK, ROPE = 512, 64
+HALF = RANK // 2  # a copy to shared memory has at most 256 columns
+SLOTS = 2  # pages in shared memory
+LOWEST = -1e30  # of scores; finite, so that rows that see no key stay free of NaN
+LOG2_E = math.log2(math.e)
+WGMMA = plgpu.Layout.WGMMA
+TILED = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
+
+
+def attend_few(
+    q: jax.Array,
+    pool: jax.Array,
+    layer: jax.Array,
+    tables: jax.Array,
+    rows: jax.Array,
+    plan: DecodePlan,
+    *,
+    tokens: int,
+    heads: int,
+    scale: float,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Attention of q [B, N, C + R], N = 8 or 16, of which tokens * heads are real, tokens outermost; bf16.
+
+    Returns out [B, N, C] for rows in one part of the plan, and for others partial results [slots, 2, N, C], the sum of
+    two bf16, with log2 of their weights [slots, N], float32. What belongs to neither is left unwritten.
+    """
+    batch, queries, _ = q.shape
+    parts = plan.parts.shape[0]
+
+    def kernel(layer, q, pool, tables, rows, parts_ref, rows_ref, out, partial, weight, *scratch):
+        k_value, k_rope, q_value, q_rope, p, staged, full, free, q_full, q_free = scratch
+        warpgroup, part = lax.axis_index("warpgroup"), lax.axis_index("part")
+
+        @pl.when(warpgroup == 1)
+        def _copy():
+            layer_index = layer[0]
+
+            def segment(segment: Segment) -> None:
+                plgpu.barrier_wait(q_free)
+                for half in range(2):
+                    columns = pl.ds(half * HALF, HALF)
+                    plgpu.copy_gmem_to_smem(q.at[segment.entry, :, columns], q_value.at[half], q_full)
+                plgpu.copy_gmem_to_smem(q.at[segment.entry, :, pl.ds(RANK, ROPE)], q_rope, q_full)
+                row = rows[segment.entry]
+
+                def page(j, page):
+                    following = tables[row, jnp.minimum(j + 1, segment.end - 1)]
+                    slot = lax.rem(segment.before + j - segment.first, SLOTS)
+                    plgpu.barrier_wait(free.at[slot])
+                    for half in range(2):
+                        columns = pl.ds(half * HALF, HALF)
+                        source = pool.at[layer_index, page, :, columns]
+                        plgpu.copy_gmem_to_smem(source, k_value.at[slot, half], full.at[slot])
+                    source = pool.at[layer_index, page, :, pl.ds(RANK, ROPE)]
+                    plgpu.copy_gmem_to_smem(source, k_rope.at[slot], full.at[slot])
+                    return following
+
+                lax.fori_loop(segment.first, segment.end, page, tables[row, segment.first])
+
+            for_each_segment(parts_ref, rows_ref, part, segment)
+            for slot in range(SLOTS):
+                plgpu.barrier_wait(free.at[slot])
+            plgpu.barrier_wait(q_free)
+
+        @pl.when(warpgroup == 0)
+        def _compute():
+            for slot in range(SLOTS):
+                plgpu.barrier_arrive(free.at[slot])
+            plgpu.barrier_arrive(q_free)
+
+            def scores(s, slot):
+                for half in range(2):
+                    plgpu.wgmma(s, k_value.at[slot, half], q_value.at[half].transpose((1, 0)))
+                plgpu.wgmma(s, k_rope.at[slot], q_rope.transpose((1, 0)))
+                return s[...]
+
+            def masked(s, visible):
+                """The last token sees keys below `visible` of the page, the one before it one key less."""
+                key = plgpu.broadcasted_iota(jnp.int32, s.shape, 0, layout=WGMMA)
+                if tokens > 1:
+                    query = plgpu.broadcasted_iota(jnp.int32, s.shape, 1, layout=WGMMA)
+                    key = key + (tokens - 1 - query // heads)
+                return jnp.where(key < visible, s * (scale * LOG2_E), LOWEST)
+
+            def clear_behind(slot, visible):
+                """Values behind the row's end get weight 0, which NaN would survive."""
+                for half in range(2):
+                    for column in range(0, HALF, 64):
+                        values = k_value.at[slot, half, :, pl.ds(column, 64)]
+                        key = plgpu.broadcasted_iota(jnp.int32, (PAGE, 64), 0, layout=WGMMA)
+                        kept = plgpu.load(values, layout=WGMMA)
+                        values[...] = jnp.where(key < visible, kept, jnp.zeros_like(kept))
+
+            def columns(value):
+                return plgpu.layout_cast(jnp.full((queries,), value, jnp.float32), WGMMA.reduce(0))
+
+            def along(vector, shape):
+                return lax.broadcast_in_dim(vector, shape, [1])
+
+            def attend(segment: Segment, *sums) -> None:
+                plgpu.barrier_wait(q_full)
+
+                def page(j, state):
+                    top, total = state
+                    slot = lax.rem(segment.before + j - segment.first, SLOTS)
+                    visible = segment.length - j * PAGE
+                    plgpu.barrier_wait(full.at[slot])
+                    s = pl.run_scoped(lambda s: scores(s, slot), plgpu.ACC((PAGE, queries), jnp.float32))
+                    s = masked(s, visible)
+                    new_top = jnp.maximum(top, s.max(axis=0))
+                    decay = jnp.exp2(top - new_top)
+                    weights = jnp.exp2(s - along(new_top, s.shape))
+                    p.transpose((1, 0))[...] = weights.astype(q.dtype)
+                    pl.when(visible < PAGE)(lambda: clear_behind(slot, visible))
+                    plgpu.commit_smem()
+                    for half, o in enumerate(sums):
+                        o[...] = o[...] * along(decay, o.shape)
+                        plgpu.wgmma(o, k_value.at[slot, half].transpose((1, 0)), p.transpose((1, 0)))
+                    plgpu.wgmma_wait(0)
+                    plgpu.barrier_arrive(free.at[slot])
+                    return new_top, total * along(decay, total.shape) + weights
+
+                nothing = plgpu.layout_cast(jnp.full((PAGE, queries), 0.0, jnp.float32), WGMMA)
+                top, total = lax.fori_loop(segment.first, segment.end, page, (columns(LOWEST), nothing))
+                plgpu.barrier_arrive(q_free)
+                write(segment, sums, top, total.sum(axis=0))
+
+            def write(segment: Segment, sums, top, total) -> None:
+                sees_any = top > LOWEST / 2
+                inverse = jnp.where(sees_any, 1 / total, 0.0)
+                results = [o[...] * along(inverse, o.shape) for o in sums]
+                rounded = [result.astype(q.dtype) for result in results]
+                stage(staged.at[0], rounded)
+
+                @pl.when(segment.splits == 1)
+                def _whole():
+                    plgpu.commit_smem()
+                    plgpu.copy_smem_to_gmem(staged.at[0], out.at[segment.entry])
+
+                @pl.when(segment.splits > 1)
+                def _partial():
+                    rest = [result - near.astype(jnp.float32) for result, near in zip(results, rounded, strict=True)]
+                    stage(staged.at[1], [value.astype(q.dtype) for value in rest])
+                    weight.at[segment.slot][...] = top + jnp.log2(total)
+                    plgpu.commit_smem()
+                    for i in range(2):
+                        plgpu.copy_smem_to_gmem(staged.at[i], partial.at[segment.slot, i])
+
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+            def stage(target, halves) -> None:
+                for half, value in enumerate(halves):
+                    target.at[:, pl.ds(half * HALF, HALF)].transpose((1, 0))[...] = value
+
+            def segment(segment: Segment) -> None:
+                sums = plgpu.ACC((HALF, queries), jnp.float32)
+                pl.run_scoped(lambda *sums: attend(segment, *sums), sums, sums)
+
+            for_each_segment(parts_ref, rows_ref, part, segment)
+
+    slots = max_partials(parts)
+    smem = lambda *shape: plgpu.SMEM(shape, q.dtype, transforms=TILED)  # noqa: E731
+    return plgpu.kernel(
+        kernel,
+        out_type=(
+            jax.ShapeDtypeStruct((batch, queries, RANK), q.dtype),
+            jax.ShapeDtypeStruct((slots, 2, queries, RANK), q.dtype),
+            jax.ShapeDtypeStruct((slots, queries), jnp.float32),
+        ),
+        grid=(parts,),
+        grid_names=("part",),
+        num_threads=2,
+        thread_name="warpgroup",
+        scratch_types=[
+            smem(SLOTS, 2, PAGE, HALF),
+            smem(SLOTS, PAGE, ROPE),
+            smem(2, queries, HALF),
+            smem(queries, ROPE),
+            smem(queries, PAGE),
+            smem(2, queries, RANK),
+            plgpu.Barrier(num_arrivals=3, num_barriers=SLOTS),
+            plgpu.Barrier(num_barriers=SLOTS),
+            plgpu.Barrier(num_arrivals=3),
+            plgpu.Barrier(),
+        ],
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+        kernel_name="mla_decode_few",
+    )(layer, q, pool, tables, rows, plan.parts, plan.rows)

@@ -1,0 +1,332 @@
+"""MLA decode of more than 16 queries a row, in blocks of 64: queries are the tall operand.
+
+The output of 64 queries fills the registers of two warpgroups, 256 value channels each; a third one copies pages. The
+pages of a row are computed in turn: the first warpgroup computes scores and softmax of the even ones, the second of the
+odd ones, and each adds every page's values to its half of the output. What the other one needs of a page is handed over
+in shared memory: the running maximum, and the weights P in the place of the page's rope keys, which nobody reads any
+more. So one warpgroup's softmax runs while the other one multiplies. The order of pages is the order of the additions.
+
+Blocks of one row are a cluster in pairs and read each page once, each of the two sending half of it to both.
+
+Cost, per row, block and page: 64 * 64 * (576 + 512) multiply-adds, and 72 KiB from memory per row and page. Shared
+memory holds two pages beside the queries, so the time of a pair of pages is bound by a chain: copy, scores, softmax,
+values, and only then the next copy into the same place.
+"""
+
+import math
+from functools import partial as bind
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from dsjax.pallas_kernels.mla_decode.work import PAGE, DecodePlan, Segment, for_each_segment, max_partials
+
+RANK, ROPE = 512, 64
+HALF = RANK // 2  # value channels of a warpgroup
+BLOCK = 64  # queries
+LOWEST = -1e30  # of scores; finite, so that rows that see no key stay free of NaN
+LOG2_E = math.log2(math.e)
+WGMMA = plgpu.Layout.WGMMA
+TILED = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
+COPIER_REGISTERS, COMPUTER_REGISTERS = 24, 240
+
+
+def attend_many(
+    q: jax.Array,
+    pool: jax.Array,
+    layer: jax.Array,
+    tables: jax.Array,
+    rows: jax.Array,
+    plan: DecodePlan,
+    *,
+    tokens: int,
+    heads: int,
+    scale: float,
+    chunk: int,
+    pair: int,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Attention of q [B, N, C + R], N a multiple of 64, of which tokens * heads are real, tokens outermost; bf16.
+
+    `chunk`: value channels per copy, 128 or 256. `pair`: blocks of a row that form a cluster, 1 or 2. Returns what
+    attend_few returns.
+    """
+    batch, queries, _ = q.shape
+    parts, blocks = plan.parts.shape[0], queries // BLOCK
+    chunks = RANK // chunk  # of a page; a warpgroup's half is the first or the second half of them
+    multicast = {"collective_axes": "pair"} if pair > 1 else {}
+
+    def kernel(layer, q, pool, tables, rows, parts_ref, rows_ref, out, partial, weight, *scratch):
+        k_value, k_rope, q_value, q_rope, tops, totals, *barriers = scratch
+        full, full_rope, free, free_rope, q_full, q_free, weights_ready, totals_ready = barriers
+        warpgroup = lax.axis_index("warpgroup")
+        index = lax.axis_index("block") * pair + (lax.axis_index("pair") if pair > 1 else 0)
+        part, block = index // blocks, lax.rem(index, blocks)
+        block_queries = pl.ds(block * BLOCK, BLOCK)
+
+        def copy():
+            plgpu.set_max_registers(COPIER_REGISTERS, action="decrease")
+            layer_index = layer[0]
+
+            def segment(segment: Segment) -> None:
+                plgpu.barrier_wait(q_free)
+                for half in range(2):
+                    source = q.at[segment.entry, block_queries, pl.ds(half * HALF, HALF)]
+                    plgpu.copy_gmem_to_smem(source, q_value.at[half], q_full)
+                source = q.at[segment.entry, block_queries, pl.ds(RANK, ROPE)]
+                plgpu.copy_gmem_to_smem(source, q_rope.at[0], q_full)
+                row = rows[segment.entry]
+
+                def page(j, page):
+                    following = tables[row, jnp.minimum(j + 1, segment.end - 1)]
+                    slot = lax.rem(j - segment.first, 2)
+                    for c in range(chunks):
+                        place = chunks * slot + c
+                        plgpu.barrier_wait(free.at[place])
+                        source = pool.at[layer_index, page, :, pl.ds(c * chunk, chunk)]
+                        plgpu.copy_gmem_to_smem(source, k_value.at[slot, c], full.at[place], **multicast)
+                    plgpu.barrier_wait(free_rope.at[slot])
+                    source = pool.at[layer_index, page, :, pl.ds(RANK, ROPE)]
+                    plgpu.copy_gmem_to_smem(source, k_rope.at[slot], full_rope.at[slot], **multicast)
+                    return following
+
+                lax.fori_loop(segment.first, segment.end, page, tables[row, segment.first])
+
+            for_each_segment(parts_ref, rows_ref, part, segment)
+            for place in range(2 * chunks):
+                plgpu.barrier_wait(free.at[place])
+            for slot in range(2):
+                plgpu.barrier_wait(free_rope.at[slot])
+            plgpu.barrier_wait(q_free)
+
+        def compute(mine: int):
+            """What warpgroup `mine` does: pages in slot `mine` are its own, it adds values of its half of all pages."""
+            plgpu.set_max_registers(COMPUTER_REGISTERS, action="increase")
+            theirs = 1 - mine
+            my_chunks = range(mine * chunks // 2, (mine + 1) * chunks // 2)
+
+            def release_chunk(slot: int, c: int) -> None:
+                plgpu.barrier_arrive(free.at[chunks * slot + c])
+
+            def column(value):
+                return plgpu.layout_cast(jnp.full((BLOCK,), value, jnp.float32), WGMMA.reduce(1))
+
+            def across(vector, shape):
+                return lax.broadcast_in_dim(vector, shape, [0])
+
+            def start_scores(s, zero) -> None:
+                for c in range(chunks):
+                    plgpu.barrier_wait(full.at[chunks * mine + c])
+                    half, begin = divmod(c * chunk, HALF)
+                    queries = q_value.at[half + zero, :, pl.ds(begin, chunk)]
+                    plgpu.wgmma(s, queries, k_value.at[mine + zero, c].transpose((1, 0)))
+                plgpu.barrier_wait(full_rope.at[mine])
+                plgpu.wgmma(s, q_rope.at[zero], k_rope.at[mine + zero].transpose((1, 0)))
+
+            def masked(s, visible):
+                """The last token sees keys below `visible` of the page, the one before it one key less."""
+                key = plgpu.broadcasted_iota(jnp.int32, s.shape, 1, layout=WGMMA)
+                if tokens > 1:
+                    query = block * BLOCK + plgpu.broadcasted_iota(jnp.int32, s.shape, 0, layout=WGMMA)
+                    key = key + (tokens - 1 - query // heads)
+                return jnp.where(key < visible, s, LOWEST / (scale * LOG2_E))
+
+            def softmax(s, visible, top, total, before_handing_over=lambda: None):
+                """Hands weights and maximum of my page over; returns the new maximum and total, and the decay."""
+                s = masked(s, visible)
+                new_top = jnp.maximum(top, s.max(axis=1) * (scale * LOG2_E))
+                decay = jnp.exp2(top - new_top)
+                weights = jnp.exp2(s * (scale * LOG2_E) - across(new_top, s.shape))
+                total = total * decay + weights.sum(axis=1)
+                before_handing_over()
+                k_rope[mine] = weights.astype(q.dtype)
+                tops[mine] = new_top
+                plgpu.commit_smem()
+                plgpu.barrier_arrive(weights_ready.at[mine])
+                return new_top, total, decay
+
+            def take_over(top, total):
+                """Maximum, total and decay after the other warpgroup's page."""
+                plgpu.barrier_wait(weights_ready.at[theirs])
+                new_top = plgpu.load(tops.at[theirs], layout=WGMMA.reduce(1))
+                decay = jnp.exp2(top - new_top)
+                return new_top, total * decay, decay
+
+            def clear_behind(slot: int, visible) -> None:
+                """Values behind the row's end get weight 0, which NaN would survive."""
+                for c in my_chunks:
+                    for begin in range(0, chunk, 64):
+                        values = k_value.at[slot, c, :, pl.ds(begin, 64)]
+                        key = plgpu.broadcasted_iota(jnp.int32, (PAGE, 64), 0, layout=WGMMA)
+                        kept = plgpu.load(values, layout=WGMMA)
+                        values[...] = jnp.where(key < visible, kept, jnp.zeros_like(kept))
+                plgpu.commit_smem()
+
+            def start_values(sums, slot: int, visible, decay, zero) -> None:
+                pl.when(visible < PAGE)(lambda: clear_behind(slot, visible))
+                for o, c in zip(sums, my_chunks, strict=True):
+                    o[...] = plgpu.wgmma_accumulator_load(o, wait_n=None) * across(decay, o.shape)
+                    plgpu.wgmma(o, k_rope.at[slot + zero], k_value.at[slot + zero, c])
+
+            def finish_values(slot: int) -> None:
+                for behind, c in zip(reversed(range(len(my_chunks))), my_chunks, strict=True):
+                    plgpu.wgmma_wait(behind)
+                    release_chunk(slot, c)
+                plgpu.barrier_arrive(free_rope.at[slot])
+
+            def even_page(segment: Segment, sums, i, state):
+                """The first warpgroup's part in pages 2 i and 2 i + 1 of a segment."""
+                zero = _always_zero(i)
+                visible = segment.length - (segment.first + 2 * i) * PAGE
+
+                def scores(s):
+                    start_scores(s, zero)
+                    return s[...]
+
+                s = pl.run_scoped(scores, plgpu.ACC((BLOCK, PAGE), jnp.float32))
+                *state, decay = softmax(s, visible, *state)
+                start_values(sums, 0, visible, decay, zero)
+                finish_values(0)
+
+                def odd(top, total):
+                    top, total, decay = take_over(top, total)
+                    for c in my_chunks:
+                        plgpu.barrier_wait(full.at[chunks + c])
+                    start_values(sums, 1, visible - PAGE, decay, zero)
+                    finish_values(1)
+                    return top, total
+
+                return lax.cond(segment.first + 2 * i + 1 < segment.end, odd, lambda *state: state, *state)
+
+            def odd_page(segment: Segment, sums, i, state):
+                """The second warpgroup's part in pages 2 i and 2 i + 1 of a segment."""
+                zero = _always_zero(i)
+                visible = segment.length - (segment.first + 2 * i) * PAGE
+
+                def even(top, total):
+                    top, total, decay = take_over(top, total)
+                    for c in my_chunks:
+                        plgpu.barrier_wait(full.at[c])
+                    start_values(sums, 0, visible, decay, zero)
+                    return top, total
+
+                def both(*state):
+                    def scores(s):
+                        start_scores(s, zero)
+                        state_after_even = even(*state)
+                        return plgpu.wgmma_accumulator_load(s, wait_n=len(my_chunks)), *state_after_even
+
+                    s, *state_after_even = pl.run_scoped(scores, plgpu.ACC((BLOCK, PAGE), jnp.float32))
+                    *state_after_odd, decay = softmax(s, visible - PAGE, *state_after_even, lambda: finish_values(0))
+                    start_values(sums, 1, visible - PAGE, decay, zero)
+                    finish_values(1)
+                    return tuple(state_after_odd)
+
+                def even_only(*state):
+                    state = even(*state)
+                    finish_values(0)
+                    return state
+
+                return lax.cond(segment.first + 2 * i + 1 < segment.end, both, even_only, *state)
+
+            def attend(segment: Segment, *sums) -> None:
+                plgpu.barrier_wait(q_full)
+                pages = bind(even_page if mine == 0 else odd_page, segment, sums)
+                state = column(LOWEST), column(0.0)
+                top, total = lax.fori_loop(0, (segment.end - segment.first + 1) // 2, pages, state)
+                totals[mine] = total
+                plgpu.commit_smem()
+                plgpu.barrier_arrive(totals_ready)
+                plgpu.barrier_wait(totals_ready)
+                write(segment, sums, top, total + plgpu.load(totals.at[theirs], layout=WGMMA.reduce(1)))
+                plgpu.barrier_arrive(q_free)
+
+            def write(segment: Segment, sums, top, total) -> None:
+                inverse = jnp.where(top > LOWEST / 2, 1 / total, 0.0)
+                results = [o[...] * across(inverse, o.shape) for o in sums]
+                staged = [q_value.at[mine, :, pl.ds(i * chunk, chunk)] for i in range(len(sums))]
+                columns = pl.ds(mine * HALF, HALF)
+
+                def copy(target) -> None:
+                    plgpu.commit_smem()
+                    plgpu.copy_smem_to_gmem(q_value.at[mine], target.at[block_queries, columns])
+                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+                for place, result in zip(staged, results, strict=True):
+                    place[...] = result.astype(q.dtype)
+
+                @pl.when(segment.splits == 1)
+                def _whole():
+                    copy(out.at[segment.entry])
+
+                @pl.when(segment.splits > 1)
+                def _partial():
+                    copy(partial.at[segment.slot, 0])
+                    for place, result in zip(staged, results, strict=True):
+                        rounded = plgpu.load(place, layout=WGMMA).astype(jnp.float32)
+                        place[...] = (result - rounded).astype(q.dtype)
+                    copy(partial.at[segment.slot, 1])
+                    if mine == 0:
+                        weight.at[segment.slot, block_queries][...] = top + jnp.log2(total)
+
+            def segment(segment: Segment) -> None:
+                sums = [plgpu.ACC((BLOCK, chunk), jnp.float32)] * len(my_chunks)
+                pl.run_scoped(lambda *sums: attend(segment, *sums), *sums)
+
+            for slot in range(2):
+                for c in my_chunks:
+                    release_chunk(slot, c)
+                plgpu.barrier_arrive(free_rope.at[slot])
+            plgpu.barrier_arrive(q_free)
+            for_each_segment(parts_ref, rows_ref, part, segment)
+
+        pl.when(warpgroup == 0)(bind(compute, 0))
+        pl.when(warpgroup == 1)(bind(compute, 1))
+        pl.when(warpgroup == 2)(copy)
+
+    slots = max_partials(parts)
+    smem = lambda *shape: plgpu.SMEM(shape, q.dtype, transforms=TILED)  # noqa: E731
+    Free = bind(plgpu.ClusterBarrier, collective_axes=("pair",)) if pair > 1 else plgpu.Barrier
+    return plgpu.kernel(
+        kernel,
+        out_type=(
+            jax.ShapeDtypeStruct((batch, queries, RANK), q.dtype),
+            jax.ShapeDtypeStruct((slots, 2, queries, RANK), q.dtype),
+            jax.ShapeDtypeStruct((slots, queries), jnp.float32),
+        ),
+        grid=(parts * blocks // pair,),
+        grid_names=("block",),
+        cluster=(pair,) if pair > 1 else (),
+        cluster_names=("pair",) if pair > 1 else (),
+        num_threads=3,
+        thread_name="warpgroup",
+        scratch_types=[
+            smem(2, chunks, PAGE, chunk),
+            smem(2, PAGE, ROPE),
+            smem(2, BLOCK, HALF),
+            smem(1, BLOCK, ROPE),
+            plgpu.SMEM((2, BLOCK), jnp.float32),
+            plgpu.SMEM((2, BLOCK), jnp.float32),
+            plgpu.Barrier(num_barriers=2 * chunks),
+            plgpu.Barrier(num_barriers=2),
+            Free(num_barriers=2 * chunks),
+            Free(num_arrivals=2, num_barriers=2),
+            plgpu.Barrier(num_arrivals=3),
+            plgpu.Barrier(num_arrivals=2),
+            plgpu.Barrier(num_barriers=2),
+            plgpu.Barrier(num_arrivals=2),
+        ],
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+        kernel_name="mla_decode_many",
+    )(layer, q, pool, tables, rows, plan.parts, plan.rows)
+
+
+def _always_zero(i):
+    """0 for every count of pages that exists, which the compiler does not know.
+
+    Added to an index, it keeps the 100 descriptors of matrix operands out of registers: they are computed again for
+    each page instead of being kept over the loop.
+    """
+    return i >> 24

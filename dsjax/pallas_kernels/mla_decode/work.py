@@ -1,0 +1,121 @@
+"""How MLA decode is split over the GPU: all pages of all rows in one line, cut into equal parts.
+
+The line is cut on the device, from the lengths, so one executable serves all lengths and costs what the pages cost. A
+row that lies in several parts leaves one partial result in each of them, which are merged afterwards.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+PAGE = 64  # tokens
+
+
+class Row(NamedTuple):
+    """What a kernel must know of a row: its pages [begin, end) on the line, its keys, and where its results go.
+
+    `splits`: parts that it lies in. `slot`: of its first partial result. `first_part`: the first of its parts.
+    """
+
+    begin: Any
+    end: Any
+    length: Any
+    splits: Any
+    slot: Any
+    first_part: Any
+
+
+class Part(NamedTuple):
+    """A part of the line: pages [begin, end), rows [first_row, end_row)."""
+
+    begin: Any
+    end: Any
+    first_row: Any
+    end_row: Any
+
+
+class DecodePlan(NamedTuple):
+    """The work of all parts; int32.
+
+    `parts` [parts, Part and Row]: each part, followed by its first row, so that both are read at once. `rows` [B, Row].
+    `merges` [B, 3]: entry, splits and first slot of rows that do not lie in just one part, of which there are
+    `num_merges` [1].
+    """
+
+    parts: jax.Array
+    rows: jax.Array
+    merges: jax.Array
+    num_merges: jax.Array
+
+
+def split_work(lengths: jax.Array, parts: int, split_cost_pages: int) -> DecodePlan:
+    """The plan for rows of `lengths` [B] tokens.
+
+    Parts are as small as possible, or large enough for as many of the longest row as must share one, where that makes
+    them no more than `split_cost_pages` larger: rows of one length then need no merging.
+    """
+    pages = (lengths + PAGE - 1) // PAGE
+    end = jnp.cumsum(pages, dtype=jnp.int32)
+    total, used = end[-1], jnp.sum(pages > 0)
+    even = (total + parts - 1) // parts
+    whole = (used + parts - 1) // parts * jnp.max(pages)
+    size = jnp.maximum(jnp.where(whole <= even + split_cost_pages, whole, even), 1)
+
+    begin = end - pages
+    first_part = begin // size
+    splits = jnp.where(pages > 0, (end - 1) // size - first_part + 1, 0)
+    partials = jnp.where(splits > 1, splits, 0)
+    slot = jnp.cumsum(partials, dtype=jnp.int32) - partials
+    rows = jnp.stack(Row(begin, end, lengths, splits, slot, first_part), axis=1)
+
+    part_begin = jnp.arange(parts) * size
+    part_end = jnp.minimum(part_begin + size, total)
+    first_row = jnp.sum(end <= part_begin[:, None], axis=1)
+    end_row = jnp.sum(begin < part_end[:, None], axis=1)
+    spans = jnp.stack(Part(part_begin, part_end, first_row, end_row), axis=1)
+    first_rows = rows[jnp.minimum(first_row, len(lengths) - 1)]
+
+    merged = splits != 1
+    place = jnp.where(merged, jnp.cumsum(merged) - 1, len(lengths))
+    entries = jnp.stack([jnp.arange(len(lengths)), splits, slot], axis=1)
+    merges = jnp.zeros_like(entries).at[place].set(entries, mode="drop")
+    plan = DecodePlan(jnp.concatenate([spans, first_rows], axis=1), rows, merges, jnp.sum(merged)[None])
+    return jax.tree.map(lambda array: array.astype(jnp.int32), plan)
+
+
+def max_partials(parts: int) -> int:
+    """Most partial results of a plan: rows that lie in several parts are the first or the last row of each of them."""
+    return 2 * parts
+
+
+class Segment(NamedTuple):
+    """The pages [first, end) of entry `entry` that lie in one part; `before`: pages of the part before them."""
+
+    entry: Any
+    first: Any
+    end: Any
+    before: Any
+    length: Any
+    splits: Any
+    slot: Any
+
+
+def for_each_segment(parts, rows, index, body: Callable[[Segment], None]) -> None:
+    """In a kernel: call `body` for each segment of part `index`. `parts` and `rows` are refs of a DecodePlan."""
+    part = Part(*(parts[index, i] for i in range(len(Part._fields))))
+    first = Row(*(parts[index, len(part) + i] for i in range(len(Row._fields))))
+
+    def per_row(entry, row: Row) -> Row:
+        following = jnp.minimum(entry + 1, rows.shape[0] - 1)
+        following = Row(*(rows[following, i] for i in range(len(row))))  # read while this row is computed
+        begin, end = jnp.maximum(part.begin, row.begin), jnp.minimum(part.end, row.end)
+        slot = row.slot + index - row.first_part
+        segment = Segment(entry, begin - row.begin, end - row.begin, begin - part.begin, row.length, row.splits, slot)
+        pl.when(end > begin)(lambda: body(segment))
+        return following
+
+    lax.fori_loop(part.first_row, part.end_row, per_row, first)
