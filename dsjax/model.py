@@ -71,9 +71,11 @@ class Model(nnx.Module):
         return (PageKind(LATENT, (pool,)),)
 
     @property
-    def plan_decode(self) -> Callable[[jax.Array], Any]:
-        """Lengths int32 [B] of decode rows -> the plan that attention on each device wants of them, once a step."""
-        return partial(self.ops.mla_decode.plan, queries=self.config.attention.num_heads // self.tp.size)
+    def plan_decode(self) -> Callable[[dict, jax.Array, jax.Array], Any]:
+        """Page tables, rows and lengths int32 [B] of decode entries -> the plan that attention wants once a step."""
+        heads = self.config.attention.num_heads // self.tp.size  # of each device
+        plan = partial(self.ops.mla_decode.plan, queries=heads)
+        return lambda page_tables, rows, lengths: plan(page_tables[LATENT], rows, lengths)
 
     @property
     def hidden_shape(self) -> tuple[int, ...]:

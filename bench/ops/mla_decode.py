@@ -68,88 +68,88 @@ class MLADecodeBench:
         tables[:, :used] = np.resize(order, (rows, used))
         return jnp.asarray(tables)
 
-    def queries(self, case: DecodeCase) -> jax.Array:
+    def queries(self, case: DecodeCase) -> tuple[jax.Array, jax.Array]:
+        """q_latent and q_rope. The former is an output of attention, as in all calls of a chain but its first."""
         heads, rank, rope = case.shape
-        return jax.random.normal(jax.random.key(1), (case.batch, 1, heads, rank + rope), jnp.bfloat16)
+        latent, rotated = (
+            jax.random.normal(jax.random.key(i), (case.batch, 1, heads, width), jnp.bfloat16)
+            for i, width in enumerate((rank, rope))
+        )
+        return self._attend(case, latent, rotated, *self.calls(case)[0]), rotated
 
-    def lengths(self, case: DecodeCase) -> jax.Array:
-        return jnp.full(case.batch, case.context, jnp.int32)
+    def calls(self, case: DecodeCase) -> list[tuple[jax.Array, DecodeRows]]:
+        """Page tables and entries of each call of a chain: the rows after those of the call before."""
+        lengths, tables = jnp.full(case.batch, case.context, jnp.int32), self.tables(case)
+        plan = jax.jit(partial(self.implementation.plan, queries=case.shape.heads))
+        rows = [(jnp.arange(case.batch, dtype=jnp.int32) + i * case.batch) % len(tables) for i in range(CALLS)]
+        return [(tables, DecodeRows(entries, lengths, plan(tables, entries, lengths))) for entries in rows]
 
     def subject(self, case: DecodeCase) -> JaxChain:
-        """The implementation of dsjax, with its plan made beforehand, as in all layers of a step."""
-        heads, rank, _ = case.shape
-        lengths = self.lengths(case)
-        plan = jax.jit(self.implementation.plan, static_argnames="queries")(lengths, queries=heads)
-        inputs = self.queries(case), self.pool, self.tables(case), lengths, plan
-        step = partial(_attend_in_chain, inputs=inputs, attend=self.implementation.attend, rank=rank)
-        out = jnp.full((case.batch, 1, heads, rank), jnp.nan, jnp.bfloat16)
-        return JaxChain(self.name, CALLS, step, (jnp.arange(case.batch, dtype=jnp.int32), out))
+        """The implementation of dsjax, with its plans made beforehand, as in all layers of a step."""
+        latent, rotated = self.queries(case)
+        inputs = rotated, self.pool, self.calls(case)
+        step = partial(_attend_in_chain, inputs=inputs, attend=self.implementation.attend)
+        return JaxChain(self.name, CALLS, step, (latent,))
 
     def planning(self, case: DecodeCase) -> JaxChain | None:
         """The plan, which a step makes once; None where there is none."""
-        lengths, heads = self.lengths(case), case.shape.heads
-        if not jax.tree.leaves(self.implementation.plan(lengths, queries=heads)):
+        tables, decode = self.calls(case)[0]
+        if not jax.tree.leaves(decode.plan):
             return None
-        step = partial(_plan_in_chain, plan=self.implementation.plan, queries=heads)
-        return JaxChain(self.name, CALLS, step, (lengths,))
+        plan = partial(self.implementation.plan, queries=case.shape.heads)
+        step = partial(_plan_in_chain, plan=plan, tables=tables, rows=decode.rows)
+        return JaxChain(self.name, CALLS, step, (decode.lengths,))
 
     def anchor(self, case: DecodeCase) -> TorchGraph:
-        """FlashMLA in a CUDA graph, its schedule made beforehand."""
+        """FlashMLA in a CUDA graph, its schedule made beforehand, on the same rows and queries."""
         attend = self._flash_mla(case)
-        calls = max(CALLS, self.sizes.rows // case.batch)
-        firsts = [i * case.batch % self.sizes.rows for i in range(calls)]
-        return TorchGraph("FlashMLA", [partial(attend, range(first, first + case.batch)) for first in firsts])
+        return TorchGraph("FlashMLA", [partial(attend, call) for call in range(CALLS)])
 
-    def difference(self, case: DecodeCase, subject: JaxChain) -> float:
-        """Relative distance (Frobenius) of the subject's last output from FlashMLA's for the same rows."""
-        following, out = subject.state
-        first = int(following[0]) - case.batch
-        first %= self.sizes.rows
-        wanted = self._flash_mla(case)(range(first, first + case.batch)).float().cpu().numpy()
-        return float(np.linalg.norm(np.asarray(out, np.float32) - wanted) / np.linalg.norm(wanted))
+    def difference(self, case: DecodeCase) -> float:
+        """Relative distance (Frobenius) of the implementation's output from FlashMLA's."""
+        ours = np.asarray(self._attend(case, *self.queries(case), *self.calls(case)[1]), np.float32)
+        theirs = self._flash_mla(case)(1).float().cpu().numpy()
+        return float(np.linalg.norm(ours - theirs) / np.linalg.norm(theirs))
 
-    def _flash_mla(self, case: DecodeCase) -> Callable[[range], Any]:
-        """attend(rows) -> [B, 1, H, C], on the arrays of the subject."""
+    def _attend(self, case: DecodeCase, latent, rotated, tables, decode: DecodeRows) -> jax.Array:
+        return self.implementation.attend(latent, rotated, self.pool, jnp.int32(0), tables, decode, scale=SCALE)
+
+    def _flash_mla(self, case: DecodeCase) -> Callable[[int], Any]:
+        """attend(call) -> [B, 1, H, C], on the arrays of the subject."""
         import torch  # pyright: ignore
         from flash_mla import flash_mla_with_kvcache, get_mla_metadata  # pyright: ignore
 
-        arrays = self.queries(case), self.pool, self.tables(case), self.lengths(case)
-        q, pool, tables, lengths = map(torch.from_dlpack, jax.block_until_ready(arrays))
-        pool = pool[0].unsqueeze(2)
+        def shared(array: jax.Array):
+            return torch.from_dlpack(jax.block_until_ready(array))
+
+        q = shared(jnp.concatenate(self.queries(case), axis=-1))
+        pool = shared(self.pool)[0].unsqueeze(2)
+        calls = [(shared(tables[decode.rows]), shared(decode.lengths)) for tables, decode in self.calls(case)]
         schedule, _ = get_mla_metadata()
 
-        def attend(rows: range):
+        def attend(call: int):
+            tables, lengths = calls[call]
             return flash_mla_with_kvcache(
-                q,
-                pool,
-                tables[rows.start : rows.stop],
-                lengths,
-                case.shape.rank,
-                schedule,
-                softmax_scale=SCALE,
-                use_legacy=True,
+                q, pool, tables, lengths, case.shape.rank, schedule, softmax_scale=SCALE, use_legacy=True
             )[0]
 
         return attend
 
 
-@partial(jax.jit, static_argnames=("attend", "rank"), donate_argnums=(0, 1), keep_unused=True)
-def _attend_in_chain(rows, out, *, inputs, attend: Callable, rank: int):
-    """CALLS calls, each on the rows after those of the one before; `out` only gives its memory to the last output."""
-    q, pool, tables, lengths, plan = inputs
-    for _ in range(CALLS):
-        decode = DecodeRows(rows, lengths, plan)
-        out = attend(q, pool, jnp.int32(0), tables, decode, rank=rank, scale=SCALE)
-        waits = (out[0, 0, 0, 0] > NEVER).astype(jnp.int32)
-        rows = (rows + len(rows) + waits) % len(tables)
-    return rows, out
+@partial(jax.jit, static_argnames="attend", donate_argnums=0)
+def _attend_in_chain(latent, *, inputs, attend: Callable):
+    """CALLS calls, each with the output of the one before as its latent query."""
+    rotated, pool, calls = inputs
+    for tables, decode in calls:
+        latent = attend(latent, rotated, pool, jnp.int32(0), tables, decode, scale=SCALE)
+    return (latent,)
 
 
-@partial(jax.jit, static_argnames=("plan", "queries"), donate_argnums=0)
-def _plan_in_chain(lengths, *, plan: Callable, queries: int):
+@partial(jax.jit, static_argnames="plan", donate_argnums=0)
+def _plan_in_chain(lengths, *, plan: Callable, tables, rows):
     """CALLS plans. The search for their largest values is timed too: without it XLA would not make all of them."""
     for _ in range(CALLS):
-        made = jax.tree.leaves(plan(lengths, queries=queries))
+        made = jax.tree.leaves(plan(tables, rows, lengths))
         largest = jnp.stack([leaf.max().astype(jnp.float32) for leaf in made]).max()
         lengths = lengths + (largest > NEVER).astype(jnp.int32)
     return (lengths,)

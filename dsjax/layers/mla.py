@@ -97,13 +97,7 @@ class MLAAttention(nnx.Module):
         q_nope, q_rope = jnp.split(q, [self.mla.qk_nope_head_dim], axis=-1)
         absorbed = jnp.einsum("thn,hnc->thc", q_nope, w_uk)
         latent = self.ops.mla_decode.attend(
-            jnp.concatenate([absorbed, q_rope], axis=-1)[:, None],
-            pool,
-            layer,
-            tables,
-            decode,
-            rank=self.mla.kv_lora_rank,
-            scale=self.mla.softmax_scale,
+            absorbed[:, None], q_rope[:, None], pool, layer, tables, decode, scale=self.mla.softmax_scale
         )
         return jnp.einsum("thc,hvc->thv", latent[:, 0], w_uv)
 

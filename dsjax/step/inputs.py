@@ -50,7 +50,7 @@ class SampleInputs(NamedTuple):
 class Prepare(nnx.Module):
     """First piece of a body: packed step array -> inputs of all others; writes new pages into the page tables.
 
-    `plan_decode` makes the plan of DecodeRows from their lengths.
+    `plan_decode`, called with page tables, rows and lengths, makes the plan of DecodeRows.
     """
 
     gives = ("page_tables", "inputs", "samples")
@@ -60,7 +60,7 @@ class Prepare(nnx.Module):
         shape: StepShape,
         kinds: tuple[PageKind, ...],
         ropes: tuple[tuple[str, RopeConfig], ...],
-        plan_decode: Callable[[jax.Array], Any],
+        plan_decode: Callable[[dict, jax.Array, jax.Array], Any],
     ):
         self.shape, self.kinds, self.ropes, self.plan_decode = shape, kinds, ropes, plan_decode
 
@@ -75,15 +75,15 @@ class Prepare(nnx.Module):
             valid=valid,
             slots={kind.name: _slots(kind, tables[kind.name], rows, positions, valid) for kind in self.kinds},
             rope={name: cos_sin(rope, positions) for name, rope in self.ropes},
-            decode=self._decode(fields, rows, positions),
+            decode=self._decode(fields, tables, rows, positions),
             prefill=self._prefill(fields),
         )
         return tables, inputs, self._samples(fields, rows, positions)
 
-    def _decode(self, fields: dict, rows: jax.Array, positions: jax.Array) -> DecodeRows:
+    def _decode(self, fields: dict, tables: dict, rows: jax.Array, positions: jax.Array) -> DecodeRows:
         n = self.shape.decode_tokens
         lengths = jnp.where(jnp.arange(n) < fields["num_decode"], positions[:n] + 1, 0)
-        return DecodeRows(rows[:n], lengths, self.plan_decode(lengths))
+        return DecodeRows(rows[:n], lengths, self.plan_decode(tables, rows[:n], lengths))
 
     def _prefill(self, fields: dict) -> PrefillChunks | None:
         return PrefillChunks(*jnp.maximum(fields["chunks"], 0).T) if self.shape.has_prefill else None

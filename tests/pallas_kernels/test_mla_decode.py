@@ -20,12 +20,12 @@ def decode(request: pytest.FixtureRequest) -> Decode:
     plan, attend_rows = IMPLEMENTATIONS[request.param]
 
     def run(q, cache: Cache, layer: int, lengths: Sequence[int], rows: Sequence[int], rank=RANK, scale=SCALE):
-        of_rows = jnp.asarray(lengths, jnp.int32)
-        decode_rows = DecodeRows(jnp.asarray(rows, jnp.int32), of_rows, plan(of_rows, queries=q.shape[1] * q.shape[2]))
+        entries, of_entries = jnp.asarray(rows, jnp.int32), jnp.asarray(lengths, jnp.int32)
         pool, tables = jnp.asarray(cache.pool, q.dtype), jnp.asarray(cache.tables)
-        return np.asarray(
-            attend_rows(jnp.asarray(q), pool, jnp.int32(layer), tables, decode_rows, rank=rank, scale=scale)
-        )
+        made = plan(tables, entries, of_entries, queries=q.shape[1] * q.shape[2])
+        latent, rope = jnp.split(jnp.asarray(q), [rank], axis=-1)
+        decode_rows = DecodeRows(entries, of_entries, made)
+        return np.asarray(attend_rows(latent, rope, pool, jnp.int32(layer), tables, decode_rows, scale=scale))
 
     return run
 

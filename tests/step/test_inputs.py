@@ -25,7 +25,9 @@ SHAPE = StepShape(TOKENS, ROWS, has_prefill=True)
 
 @cache
 def prepare():
-    piece = Prepare(SHAPE, (KIND,), (("main", RopeConfig(4, 100.0)),), plan_decode=jnp.sort)
+    piece = Prepare(
+        SHAPE, (KIND,), (("main", RopeConfig(4, 100.0)),), plan_decode=lambda _, __, lengths: jnp.sort(lengths)
+    )
     return jax.jit(lambda *arguments: piece(*arguments))
 
 

@@ -10,9 +10,10 @@ __all__ = ["IMPLEMENTATIONS", "DecodeRows", "MLADecode"]
 
 
 class MLADecode(NamedTuple):
-    """One implementation: what depends on the lengths alone is made once a step, for all layers.
+    """One implementation: what all layers have in common is made once a step.
 
-    `plan`: plan(lengths, queries=Q * H) -> DecodeRows.plan, a pytree of arrays. `attend`: see reference.mla_decode.
+    `plan`: plan(tables, rows, lengths, queries=Q * H) -> DecodeRows.plan, a pytree of arrays. `attend`: see
+    reference.mla_decode.
     """
 
     plan: Callable

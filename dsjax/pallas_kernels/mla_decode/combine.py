@@ -14,8 +14,7 @@ def combine(
 ) -> jax.Array:
     """out [B, N, C], updated in place, in which the plan's merges are written: zeros for empty rows.
 
-    `partial` [slots, 2, N, C]: partial results, each the sum of two. `weight` float32 [slots, N]: log2 of their
-    weights.
+    `partial` [slots, n, N, C]: partial results, each the sum of n. `weight` float32 [slots, N]: log2 of their weights.
     `blocks`: of the grid. `unroll`: partial results that are read at once. Cost: bytes of the partial results of split
     rows, which are still in L2, and a launch.
     """
@@ -31,6 +30,10 @@ def combine(
             at = jnp.minimum(item // queries, last)
             return tuple(merges[at, i] for i in range(3))
 
+        def read(partial, slot, query):
+            terms = [plgpu.load(partial.at[slot, i, query], layout=strided) for i in range(partial.shape[1])]
+            return sum(term.astype(jnp.float32) for term in terms)
+
         def one(i, merged):
             item = block + i * blocks
             following = merge(item + blocks)
@@ -42,16 +45,16 @@ def combine(
                 at = [chunk * unroll + u for u in range(unroll)]
                 slots = [slot + jnp.minimum(i, splits - 1) for i in at]
                 weights = [jnp.where(i < splits, weight[s, query], -jnp.inf) for i, s in zip(at, slots, strict=True)]
-                values = [[plgpu.load(partial.at[s, i, query], layout=strided) for i in range(2)] for s in slots]
+                values = [read(partial, s, query) for s in slots]
                 new_top = top
                 for one in weights:
                     new_top = jnp.maximum(new_top, one)
                 decay = jnp.exp2(top - new_top)
                 total, sum = total * decay, sum * decay
-                for one, (near, rest) in zip(weights, values, strict=True):
+                for one, value in zip(weights, values, strict=True):
                     share = jnp.exp2(one - new_top)
                     total += share
-                    sum += (near.astype(jnp.float32) + rest.astype(jnp.float32)) * share
+                    sum += value * share
                 return total, new_top, sum
 
             nothing = plgpu.layout_cast(jnp.zeros((width,), jnp.float32), strided)

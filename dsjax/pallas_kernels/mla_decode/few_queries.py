@@ -16,7 +16,14 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from dsjax.pallas_kernels.mla_decode.work import PAGE, DecodePlan, Segment, for_each_segment, max_partials
+from dsjax.pallas_kernels.mla_decode.work import (
+    PAGE,
+    DecodePlan,
+    Segment,
+    for_each_page,
+    for_each_segment,
+    max_partials,
+)
 
 RANK, ROPE = 512, 64
 HALF = RANK // 2  # a copy to shared memory has at most 256 columns
@@ -28,27 +35,29 @@ TILED = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
 
 
 def attend_few(
-    q: jax.Array,
+    q_latent: jax.Array,
+    q_rope: jax.Array,
     pool: jax.Array,
     layer: jax.Array,
     tables: jax.Array,
-    rows: jax.Array,
     plan: DecodePlan,
     *,
     tokens: int,
     heads: int,
     scale: float,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Attention of q [B, N, C + R], N = 8 or 16, of which tokens * heads are real, tokens outermost; bf16.
+    """Attention of q_latent [B, N, C] and q_rope [B, N, R], bf16, N = 8 or 16.
 
+    tokens * heads of the N queries are real, tokens outermost.
     Returns out [B, N, C] for rows in one part of the plan, and for others partial results [slots, 2, N, C], the sum of
     two bf16, with log2 of their weights [slots, N], float32. What belongs to neither is left unwritten.
     """
-    batch, queries, _ = q.shape
-    parts = plan.parts.shape[0]
+    batch, queries, _ = q_latent.shape
+    dtype = q_latent.dtype
+    num_parts = plan.parts.shape[0]
 
-    def kernel(layer, q, pool, tables, rows, parts_ref, rows_ref, out, partial, weight, *scratch):
-        k_value, k_rope, q_value, q_rope, p, staged, full, free, q_full, q_free = scratch
+    def kernel(layer, q_latent, q_rope, pool, tables, parts, rows, out, partial, weight, *scratch):
+        k_value, k_rope, q_latent_smem, q_rope_smem, p, staged, full, free, q_full, q_free = scratch
         warpgroup, part = lax.axis_index("warpgroup"), lax.axis_index("part")
 
         @pl.when(warpgroup == 1)
@@ -59,12 +68,10 @@ def attend_few(
                 plgpu.barrier_wait(q_free)
                 for half in range(2):
                     columns = pl.ds(half * HALF, HALF)
-                    plgpu.copy_gmem_to_smem(q.at[segment.entry, :, columns], q_value.at[half], q_full)
-                plgpu.copy_gmem_to_smem(q.at[segment.entry, :, pl.ds(RANK, ROPE)], q_rope, q_full)
-                row = rows[segment.entry]
+                    plgpu.copy_gmem_to_smem(q_latent.at[segment.entry, :, columns], q_latent_smem.at[half], q_full)
+                plgpu.copy_gmem_to_smem(q_rope.at[segment.entry], q_rope_smem, q_full)
 
-                def page(j, page):
-                    following = tables[row, jnp.minimum(j + 1, segment.end - 1)]
+                def page(j, page) -> None:
                     slot = lax.rem(segment.before + j - segment.first, SLOTS)
                     plgpu.barrier_wait(free.at[slot])
                     for half in range(2):
@@ -73,11 +80,10 @@ def attend_few(
                         plgpu.copy_gmem_to_smem(source, k_value.at[slot, half], full.at[slot])
                     source = pool.at[layer_index, page, :, pl.ds(RANK, ROPE)]
                     plgpu.copy_gmem_to_smem(source, k_rope.at[slot], full.at[slot])
-                    return following
 
-                lax.fori_loop(segment.first, segment.end, page, tables[row, segment.first])
+                for_each_page(tables, segment, page)
 
-            for_each_segment(parts_ref, rows_ref, part, segment)
+            for_each_segment(parts, rows, part, segment)
             for slot in range(SLOTS):
                 plgpu.barrier_wait(free.at[slot])
             plgpu.barrier_wait(q_free)
@@ -90,8 +96,8 @@ def attend_few(
 
             def scores(s, slot):
                 for half in range(2):
-                    plgpu.wgmma(s, k_value.at[slot, half], q_value.at[half].transpose((1, 0)))
-                plgpu.wgmma(s, k_rope.at[slot], q_rope.transpose((1, 0)))
+                    plgpu.wgmma(s, k_value.at[slot, half], q_latent_smem.at[half].transpose((1, 0)))
+                plgpu.wgmma(s, k_rope.at[slot], q_rope_smem.transpose((1, 0)))
                 return s[...]
 
             def masked(s, visible):
@@ -130,7 +136,7 @@ def attend_few(
                     new_top = jnp.maximum(top, s.max(axis=0))
                     decay = jnp.exp2(top - new_top)
                     weights = jnp.exp2(s - along(new_top, s.shape))
-                    p.transpose((1, 0))[...] = weights.astype(q.dtype)
+                    p.transpose((1, 0))[...] = weights.astype(dtype)
                     pl.when(visible < PAGE)(lambda: clear_behind(slot, visible))
                     plgpu.commit_smem()
                     for half, o in enumerate(sums):
@@ -149,18 +155,18 @@ def attend_few(
                 sees_any = top > LOWEST / 2
                 inverse = jnp.where(sees_any, 1 / total, 0.0)
                 results = [o[...] * along(inverse, o.shape) for o in sums]
-                rounded = [result.astype(q.dtype) for result in results]
+                rounded = [result.astype(dtype) for result in results]
                 stage(staged.at[0], rounded)
 
-                @pl.when(segment.splits == 1)
+                @pl.when(segment.slot < 0)
                 def _whole():
                     plgpu.commit_smem()
                     plgpu.copy_smem_to_gmem(staged.at[0], out.at[segment.entry])
 
-                @pl.when(segment.splits > 1)
+                @pl.when(segment.slot >= 0)
                 def _partial():
                     rest = [result - near.astype(jnp.float32) for result, near in zip(results, rounded, strict=True)]
-                    stage(staged.at[1], [value.astype(q.dtype) for value in rest])
+                    stage(staged.at[1], [value.astype(dtype) for value in rest])
                     weight.at[segment.slot][...] = top + jnp.log2(total)
                     plgpu.commit_smem()
                     for i in range(2):
@@ -176,18 +182,18 @@ def attend_few(
                 sums = plgpu.ACC((HALF, queries), jnp.float32)
                 pl.run_scoped(lambda *sums: attend(segment, *sums), sums, sums)
 
-            for_each_segment(parts_ref, rows_ref, part, segment)
+            for_each_segment(parts, rows, part, segment)
 
-    slots = max_partials(parts)
-    smem = lambda *shape: plgpu.SMEM(shape, q.dtype, transforms=TILED)  # noqa: E731
+    slots = max_partials(num_parts)
+    smem = lambda *shape: plgpu.SMEM(shape, dtype, transforms=TILED)  # noqa: E731
     return plgpu.kernel(
         kernel,
         out_type=(
-            jax.ShapeDtypeStruct((batch, queries, RANK), q.dtype),
-            jax.ShapeDtypeStruct((slots, 2, queries, RANK), q.dtype),
+            jax.ShapeDtypeStruct((batch, queries, RANK), dtype),
+            jax.ShapeDtypeStruct((slots, 2, queries, RANK), dtype),
             jax.ShapeDtypeStruct((slots, queries), jnp.float32),
         ),
-        grid=(parts,),
+        grid=(num_parts,),
         grid_names=("part",),
         num_threads=2,
         thread_name="warpgroup",
@@ -205,4 +211,4 @@ def attend_few(
         ],
         compiler_params=plgpu.CompilerParams(approx_math=True),
         kernel_name="mla_decode_few",
-    )(layer, q, pool, tables, rows, plan.parts, plan.rows)
+    )(layer, q_latent, q_rope, pool, tables, plan.parts, plan.rows)

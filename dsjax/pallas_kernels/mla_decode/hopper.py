@@ -43,24 +43,33 @@ def tuning(queries: int) -> TuningConfig:
     return TUNED[max(least for least in TUNED if least <= queries)]
 
 
-def plan(lengths: jax.Array, *, queries: int, num_sms: int = NUM_SMS, config: TuningConfig | None = None) -> DecodePlan:
-    """The work of each part of the grid, for rows of `lengths` [B] with `queries` = Q * H queries each.
+def plan(
+    tables: jax.Array,
+    rows: jax.Array,
+    lengths: jax.Array,
+    *,
+    queries: int,
+    num_sms: int = NUM_SMS,
+    config: TuningConfig | None = None,
+) -> DecodePlan:
+    """The work of each part of the grid, for entries (see DecodeRows) with `queries` = Q * H queries each.
 
     A part has a block of the grid for each 64 queries; there are as many parts as fill `num_sms`.
     """
     config = config or tuning(queries)
-    return split_work(lengths, max(num_sms // _blocks(queries), 1), config.split_cost_pages)
+    parts = max(num_sms // _blocks(queries), 1)
+    return split_work(tables, rows, lengths, parts=parts, split_cost_pages=config.split_cost_pages)
 
 
-@partial(jax.jit, static_argnames=("rank", "scale", "num_sms", "config"))
+@partial(jax.jit, static_argnames=("scale", "num_sms", "config"))
 def mla_decode(
-    q: jax.Array,
+    q_latent: jax.Array,
+    q_rope: jax.Array,
     pool: jax.Array,
     layer: jax.Array,
     tables: jax.Array,
     decode: DecodeRows,
     *,
-    rank: int,
     scale: float,
     num_sms: int = NUM_SMS,
     config: TuningConfig | None = None,
@@ -69,19 +78,20 @@ def mla_decode(
 
     Other shapes than DeepSeek's (rank 512, rope 64, pages of 64 tokens) and other types than bf16 run the reference.
     """
-    if not _supported(q, pool, rank):
+    if not _supported(q_latent, q_rope, pool):
         count("reference_op.mla_decode")
         warn_once(
-            f"MLA decode has no Hopper kernel for {q.dtype} queries, rank {rank}, width {q.shape[-1]} and pages of "
-            f"{pool.shape[2]} tokens: its plain JAX reference runs, which gives the same results more slowly."
+            f"MLA decode has no Hopper kernel for {q_latent.dtype}, rank {q_latent.shape[-1]}, rope {q_rope.shape[-1]} "
+            f"and pages of {pool.shape[2]} tokens: its plain JAX reference runs, which gives the same results more "
+            "slowly."
         )
-        return reference.mla_decode(q, pool, layer, tables, decode, rank=rank, scale=scale)
-    batch, tokens, heads, width = q.shape
+        return reference.mla_decode(q_latent, q_rope, pool, layer, tables, decode, scale=scale)
+    batch, tokens, heads, rank = q_latent.shape
     queries = tokens * heads
     config = config or tuning(queries)
-    flat = q.reshape(batch, queries, width)
-    flat = jnp.pad(flat, ((0, 0), (0, -queries % _multiple(queries)), (0, 0)))
-    arguments = flat, pool, layer.reshape(1), tables, decode.rows, decode.plan
+    padding = (0, 0), (0, -queries % _multiple(queries)), (0, 0)
+    padded = (jnp.pad(q.reshape(batch, queries, -1), padding) for q in (q_latent, q_rope))
+    arguments = *padded, pool, layer.reshape(1), tables, decode.plan
     if queries <= MAX_FEW:
         results = attend_few(*arguments, tokens=tokens, heads=heads, scale=scale)
     else:
@@ -101,6 +111,6 @@ def _multiple(queries: int) -> int:
     return 8 if queries <= MAX_FEW else BLOCK
 
 
-def _supported(q: jax.Array, pool: jax.Array, rank: int) -> bool:
-    widths = few_queries.RANK, few_queries.RANK + few_queries.ROPE
-    return (rank, q.shape[-1]) == widths and pool.shape[2] == PAGE and q.dtype == pool.dtype == jnp.bfloat16
+def _supported(q_latent: jax.Array, q_rope: jax.Array, pool: jax.Array) -> bool:
+    sizes = q_latent.shape[-1], q_rope.shape[-1], pool.shape[2]
+    return sizes == (few_queries.RANK, few_queries.ROPE, PAGE) and q_latent.dtype == pool.dtype == jnp.bfloat16

@@ -22,7 +22,14 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from dsjax.pallas_kernels.mla_decode.work import PAGE, DecodePlan, Segment, for_each_segment, max_partials
+from dsjax.pallas_kernels.mla_decode.work import (
+    PAGE,
+    DecodePlan,
+    Segment,
+    for_each_page,
+    for_each_segment,
+    max_partials,
+)
 
 RANK, ROPE = 512, 64
 HALF = RANK // 2  # value channels of a warpgroup
@@ -35,11 +42,11 @@ COPIER_REGISTERS, COMPUTER_REGISTERS = 24, 240
 
 
 def attend_many(
-    q: jax.Array,
+    q_latent: jax.Array,
+    q_rope: jax.Array,
     pool: jax.Array,
     layer: jax.Array,
     tables: jax.Array,
-    rows: jax.Array,
     plan: DecodePlan,
     *,
     tokens: int,
@@ -48,18 +55,22 @@ def attend_many(
     chunk: int,
     pair: int,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Attention of q [B, N, C + R], N a multiple of 64, of which tokens * heads are real, tokens outermost; bf16.
+    """Attention of q_latent [B, N, C] and q_rope [B, N, R], bf16, N a multiple of 64.
 
-    `chunk`: value channels per copy, 128 or 256. `pair`: blocks of a row that form a cluster, 1 or 2. Returns what
-    attend_few returns.
+    tokens * heads of the N queries are real, tokens outermost. `chunk`: value channels per copy, 128 or 256. `pair`:
+    blocks of a row that form a cluster, 1 or 2.
+
+    Returns out [B, N, C] for rows in one part of the plan, and for others partial results [slots, 1, N, C] with log2 of
+    their weights [slots, N], float32. What belongs to neither is left unwritten.
     """
-    batch, queries, _ = q.shape
-    parts, blocks = plan.parts.shape[0], queries // BLOCK
+    batch, queries, _ = q_latent.shape
+    dtype = q_latent.dtype
+    num_parts, blocks = plan.parts.shape[0], queries // BLOCK
     chunks = RANK // chunk  # of a page; a warpgroup's half is the first or the second half of them
     multicast = {"collective_axes": "pair"} if pair > 1 else {}
 
-    def kernel(layer, q, pool, tables, rows, parts_ref, rows_ref, out, partial, weight, *scratch):
-        k_value, k_rope, q_value, q_rope, tops, totals, *barriers = scratch
+    def kernel(layer, q_latent, q_rope, pool, tables, parts, rows, out, partial, weight, *scratch):
+        k_value, k_rope, q_latent_smem, q_rope_smem, tops, totals, *barriers = scratch
         full, full_rope, free, free_rope, q_full, q_free, weights_ready, totals_ready = barriers
         warpgroup = lax.axis_index("warpgroup")
         index = lax.axis_index("block") * pair + (lax.axis_index("pair") if pair > 1 else 0)
@@ -73,14 +84,12 @@ def attend_many(
             def segment(segment: Segment) -> None:
                 plgpu.barrier_wait(q_free)
                 for half in range(2):
-                    source = q.at[segment.entry, block_queries, pl.ds(half * HALF, HALF)]
-                    plgpu.copy_gmem_to_smem(source, q_value.at[half], q_full)
-                source = q.at[segment.entry, block_queries, pl.ds(RANK, ROPE)]
-                plgpu.copy_gmem_to_smem(source, q_rope.at[0], q_full)
-                row = rows[segment.entry]
+                    source = q_latent.at[segment.entry, block_queries, pl.ds(half * HALF, HALF)]
+                    plgpu.copy_gmem_to_smem(source, q_latent_smem.at[half], q_full)
+                source = q_rope.at[segment.entry, block_queries]
+                plgpu.copy_gmem_to_smem(source, q_rope_smem.at[0], q_full)
 
-                def page(j, page):
-                    following = tables[row, jnp.minimum(j + 1, segment.end - 1)]
+                def page(j, page) -> None:
                     slot = lax.rem(j - segment.first, 2)
                     for c in range(chunks):
                         place = chunks * slot + c
@@ -90,11 +99,10 @@ def attend_many(
                     plgpu.barrier_wait(free_rope.at[slot])
                     source = pool.at[layer_index, page, :, pl.ds(RANK, ROPE)]
                     plgpu.copy_gmem_to_smem(source, k_rope.at[slot], full_rope.at[slot], **multicast)
-                    return following
 
-                lax.fori_loop(segment.first, segment.end, page, tables[row, segment.first])
+                for_each_page(tables, segment, page)
 
-            for_each_segment(parts_ref, rows_ref, part, segment)
+            for_each_segment(parts, rows, part, segment)
             for place in range(2 * chunks):
                 plgpu.barrier_wait(free.at[place])
             for slot in range(2):
@@ -120,10 +128,10 @@ def attend_many(
                 for c in range(chunks):
                     plgpu.barrier_wait(full.at[chunks * mine + c])
                     half, begin = divmod(c * chunk, HALF)
-                    queries = q_value.at[half + zero, :, pl.ds(begin, chunk)]
+                    queries = q_latent_smem.at[half + zero, :, pl.ds(begin, chunk)]
                     plgpu.wgmma(s, queries, k_value.at[mine + zero, c].transpose((1, 0)))
                 plgpu.barrier_wait(full_rope.at[mine])
-                plgpu.wgmma(s, q_rope.at[zero], k_rope.at[mine + zero].transpose((1, 0)))
+                plgpu.wgmma(s, q_rope_smem.at[zero], k_rope.at[mine + zero].transpose((1, 0)))
 
             def masked(s, visible):
                 """The last token sees keys below `visible` of the page, the one before it one key less."""
@@ -141,7 +149,7 @@ def attend_many(
                 weights = jnp.exp2(s * (scale * LOG2_E) - across(new_top, s.shape))
                 total = total * decay + weights.sum(axis=1)
                 before_handing_over()
-                k_rope[mine] = weights.astype(q.dtype)
+                k_rope[mine] = weights.astype(dtype)
                 tops[mine] = new_top
                 plgpu.commit_smem()
                 plgpu.barrier_arrive(weights_ready.at[mine])
@@ -246,28 +254,20 @@ def attend_many(
             def write(segment: Segment, sums, top, total) -> None:
                 inverse = jnp.where(top > LOWEST / 2, 1 / total, 0.0)
                 results = [o[...] * across(inverse, o.shape) for o in sums]
-                staged = [q_value.at[mine, :, pl.ds(i * chunk, chunk)] for i in range(len(sums))]
-                columns = pl.ds(mine * HALF, HALF)
 
-                def copy(target) -> None:
+                @pl.when(segment.slot < 0)
+                def _whole():
+                    for i, result in enumerate(results):
+                        q_latent_smem.at[mine, :, pl.ds(i * chunk, chunk)][...] = result.astype(dtype)
                     plgpu.commit_smem()
-                    plgpu.copy_smem_to_gmem(q_value.at[mine], target.at[block_queries, columns])
+                    target = out.at[segment.entry, block_queries, pl.ds(mine * HALF, HALF)]
+                    plgpu.copy_smem_to_gmem(q_latent_smem.at[mine], target)
                     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-                for place, result in zip(staged, results, strict=True):
-                    place[...] = result.astype(q.dtype)
-
-                @pl.when(segment.splits == 1)
-                def _whole():
-                    copy(out.at[segment.entry])
-
-                @pl.when(segment.splits > 1)
+                @pl.when(segment.slot >= 0)
                 def _partial():
-                    copy(partial.at[segment.slot, 0])
-                    for place, result in zip(staged, results, strict=True):
-                        rounded = plgpu.load(place, layout=WGMMA).astype(jnp.float32)
-                        place[...] = (result - rounded).astype(q.dtype)
-                    copy(partial.at[segment.slot, 1])
+                    for c, result in zip(my_chunks, results, strict=True):
+                        partial.at[segment.slot, 0, block_queries, pl.ds(c * chunk, chunk)][...] = result
                     if mine == 0:
                         weight.at[segment.slot, block_queries][...] = top + jnp.log2(total)
 
@@ -280,23 +280,23 @@ def attend_many(
                     release_chunk(slot, c)
                 plgpu.barrier_arrive(free_rope.at[slot])
             plgpu.barrier_arrive(q_free)
-            for_each_segment(parts_ref, rows_ref, part, segment)
+            for_each_segment(parts, rows, part, segment)
 
         pl.when(warpgroup == 0)(bind(compute, 0))
         pl.when(warpgroup == 1)(bind(compute, 1))
         pl.when(warpgroup == 2)(copy)
 
-    slots = max_partials(parts)
-    smem = lambda *shape: plgpu.SMEM(shape, q.dtype, transforms=TILED)  # noqa: E731
+    slots = max_partials(num_parts)
+    smem = lambda *shape: plgpu.SMEM(shape, dtype, transforms=TILED)  # noqa: E731
     Free = bind(plgpu.ClusterBarrier, collective_axes=("pair",)) if pair > 1 else plgpu.Barrier
     return plgpu.kernel(
         kernel,
         out_type=(
-            jax.ShapeDtypeStruct((batch, queries, RANK), q.dtype),
-            jax.ShapeDtypeStruct((slots, 2, queries, RANK), q.dtype),
+            jax.ShapeDtypeStruct((batch, queries, RANK), dtype),
+            jax.ShapeDtypeStruct((slots, 1, queries, RANK), jnp.float32),
             jax.ShapeDtypeStruct((slots, queries), jnp.float32),
         ),
-        grid=(parts * blocks // pair,),
+        grid=(num_parts * blocks // pair,),
         grid_names=("block",),
         cluster=(pair,) if pair > 1 else (),
         cluster_names=("pair",) if pair > 1 else (),
@@ -320,7 +320,7 @@ def attend_many(
         ],
         compiler_params=plgpu.CompilerParams(approx_math=True),
         kernel_name="mla_decode_many",
-    )(layer, q, pool, tables, rows, plan.parts, plan.rows)
+    )(layer, q_latent, q_rope, pool, tables, plan.parts, plan.rows)
 
 
 def _always_zero(i):

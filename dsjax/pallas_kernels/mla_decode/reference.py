@@ -22,40 +22,41 @@ class DecodeRows(NamedTuple):
     plan: Any
 
 
-def no_plan(lengths: jax.Array, *, queries: int) -> tuple[()]:
+def no_plan(tables: jax.Array, rows: jax.Array, lengths: jax.Array, *, queries: int) -> tuple[()]:
     """The plan of an implementation that needs none."""
     return ()
 
 
-@partial(jax.jit, static_argnames=("rank", "scale"))
+@partial(jax.jit, static_argnames="scale")
 def mla_decode(
-    q: jax.Array,
+    q_latent: jax.Array,
+    q_rope: jax.Array,
     pool: jax.Array,
     layer: jax.Array,
     tables: jax.Array,
     decode: DecodeRows,
     *,
-    rank: int,
     scale: float,
 ) -> jax.Array:
     """Multi-query attention over latents, W_UK absorbed into the query (DeepSeek-V2 paper, section 2.1.2).
 
     Args:
-      q: queries [B, Q, H, C + R] of each entry's last Q tokens: the latent query q_nope W_UK, then the rotated q_pe.
-      pool: latent cache [L, P, S, C + R]; its first C = `rank` channels are the values as well.
+      q_latent: q_nope W_UK of each entry's last Q tokens [B, Q, H, C]. q_rope: their rotated q_pe [B, Q, H, R].
+      pool: latent cache [L, P, S, C + R]; its first C channels are the values as well.
       layer: int32 scalar, the layer of the pool to read.
       tables: int32 [rows, N], the pages of each row.
       decode: which rows the entries are. Query token i sees positions 0..length-Q+i of its row.
       scale: softmax scale.
 
     Returns:
-      [B, Q, H, C] in q's dtype; zeros for queries that see no key. What stands beyond a row's length has no influence.
+      [B, Q, H, C] in q_latent's dtype; zeros for queries that see no key. What stands beyond a row's length has no
+      influence.
     """
-    entries, tokens, heads, _ = q.shape
+    entries, tokens, heads, rank = q_latent.shape
     page_size = pool.shape[2]
     block = PAGES_PER_BLOCK * page_size
     tables = whole_blocks(tables[decode.rows])
-    queries = q.reshape(entries, tokens * heads, -1)
+    queries = jnp.concatenate([q_latent, q_rope], axis=-1).reshape(entries, tokens * heads, -1)
     seen = decode.lengths[:, None] - jnp.arange(tokens)[::-1]
     seen = jnp.repeat(seen, heads, axis=1)  # keys per query
 
@@ -68,24 +69,25 @@ def mla_decode(
 
         def weigh_values(weights):
             values = keys[..., :rank]
-            return jnp.einsum("bqk,bkc->bqc", weights.astype(q.dtype), values, preferred_element_type=jnp.float32)
+            return jnp.einsum("bqk,bkc->bqc", weights.astype(queries.dtype), values, preferred_element_type=jnp.float32)
 
         return state.add(scores, positions < seen[..., None], weigh_values)
 
     blocks = (jnp.max(decode.lengths) + block - 1) // block
     state = lax.fori_loop(0, blocks, add_block, SoftmaxState.empty(queries.shape[:2], rank))
-    return state.result().astype(q.dtype).reshape(entries, tokens, heads, rank)
+    return state.result().astype(queries.dtype).reshape(entries, tokens, heads, rank)
 
 
-def mla_decode_in_tiles(q, pool, layer, tables, decode: DecodeRows, *, rank: int, scale: float) -> jax.Array:
+def mla_decode_in_tiles(q_latent, q_rope, pool, layer, tables, decode: DecodeRows, *, scale: float) -> jax.Array:
     """mla_decode, a quarter of the entries at a time, as far as there are queries: few of them cost little."""
-    entries = q.shape[0]
+    entries = q_latent.shape[0]
     tile = -(-entries // 4)
 
     def add_tile(i, out):
-        q_tile, rows, lengths = (lax.dynamic_slice_in_dim(x, i * tile, tile) for x in (q, decode.rows, decode.lengths))
-        o = mla_decode(q_tile, pool, layer, tables, DecodeRows(rows, lengths, ()), rank=rank, scale=scale)
+        per_entry = q_latent, q_rope, decode.rows, decode.lengths
+        latent, rope, rows, lengths = (lax.dynamic_slice_in_dim(x, i * tile, tile) for x in per_entry)
+        o = mla_decode(latent, rope, pool, layer, tables, DecodeRows(rows, lengths, ()), scale=scale)
         return lax.dynamic_update_slice_in_dim(out, o, i * tile, axis=0)
 
     used = jnp.max(jnp.where(decode.lengths > 0, jnp.arange(1, entries + 1), 0))
-    return lax.fori_loop(0, (used + tile - 1) // tile, add_tile, jnp.zeros((*q.shape[:3], rank), q.dtype))
+    return lax.fori_loop(0, (used + tile - 1) // tile, add_tile, jnp.zeros_like(q_latent))

@@ -13,35 +13,37 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 PAGE = 64  # tokens
+WHOLE = -(1 << 30)
 
 
 class Row(NamedTuple):
-    """What a kernel must know of a row: its pages [begin, end) on the line, its keys, and where its results go.
+    """What a kernel must know of an entry: its pages [begin, end) on the line, its keys, and where its results go.
 
-    `splits`: parts that it lies in. `slot`: of its first partial result. `first_part`: the first of its parts.
+    `table`: its row of the page tables. `slot`: less the number of its first part, where its first partial result goes;
+    WHOLE if it lies in one part.
     """
 
     begin: Any
     end: Any
     length: Any
-    splits: Any
+    table: Any
     slot: Any
-    first_part: Any
 
 
 class Part(NamedTuple):
-    """A part of the line: pages [begin, end), rows [first_row, end_row)."""
+    """A part of the line: pages [begin, end) of entries [first_row, end_row). `page`: its first page in the cache."""
 
     begin: Any
     end: Any
     first_row: Any
     end_row: Any
+    page: Any
 
 
 class DecodePlan(NamedTuple):
     """The work of all parts; int32.
 
-    `parts` [parts, Part and Row]: each part, followed by its first row, so that both are read at once. `rows` [B, Row].
+    `parts` [parts, Part and Row]: each part and its first row, so that one read is enough to begin. `rows` [B, Row].
     `merges` [B, 3]: entry, splits and first slot of rows that do not lie in just one part, of which there are
     `num_merges` [1].
     """
@@ -52,8 +54,10 @@ class DecodePlan(NamedTuple):
     num_merges: jax.Array
 
 
-def split_work(lengths: jax.Array, parts: int, split_cost_pages: int) -> DecodePlan:
-    """The plan for rows of `lengths` [B] tokens.
+def split_work(
+    tables: jax.Array, rows: jax.Array, lengths: jax.Array, *, parts: int, split_cost_pages: int
+) -> DecodePlan:
+    """The plan for entries of `lengths` [B] tokens, whose pages are `rows` [B] of `tables` [R, N].
 
     Parts are as small as possible, or large enough for as many of the longest row as must share one, where that makes
     them no more than `split_cost_pages` larger: rows of one length then need no merging.
@@ -70,20 +74,23 @@ def split_work(lengths: jax.Array, parts: int, split_cost_pages: int) -> DecodeP
     splits = jnp.where(pages > 0, (end - 1) // size - first_part + 1, 0)
     partials = jnp.where(splits > 1, splits, 0)
     slot = jnp.cumsum(partials, dtype=jnp.int32) - partials
-    rows = jnp.stack(Row(begin, end, lengths, splits, slot, first_part), axis=1)
+    row_slot = jnp.where(splits > 1, slot - first_part, WHOLE)
+    entries = jnp.stack(Row(begin, end, lengths, rows, row_slot), axis=1)
 
     part_begin = jnp.arange(parts) * size
     part_end = jnp.minimum(part_begin + size, total)
     first_row = jnp.sum(end <= part_begin[:, None], axis=1)
     end_row = jnp.sum(begin < part_end[:, None], axis=1)
-    spans = jnp.stack(Part(part_begin, part_end, first_row, end_row), axis=1)
-    first_rows = rows[jnp.minimum(first_row, len(lengths) - 1)]
+    first_entry = jnp.minimum(first_row, len(lengths) - 1)
+    first_page = tables[rows[first_entry], jnp.clip(part_begin - begin[first_entry], 0, tables.shape[1] - 1)]
+    spans = jnp.stack(Part(part_begin, part_end, first_row, end_row, first_page), axis=1)
 
     merged = splits != 1
     place = jnp.where(merged, jnp.cumsum(merged) - 1, len(lengths))
-    entries = jnp.stack([jnp.arange(len(lengths)), splits, slot], axis=1)
-    merges = jnp.zeros_like(entries).at[place].set(entries, mode="drop")
-    plan = DecodePlan(jnp.concatenate([spans, first_rows], axis=1), rows, merges, jnp.sum(merged)[None])
+    merge = jnp.stack([jnp.arange(len(lengths)), splits, slot], axis=1)
+    merges = jnp.zeros_like(merge).at[place].set(merge, mode="drop")
+    parts_and_rows = jnp.concatenate([spans, entries[first_entry]], axis=1)
+    plan = DecodePlan(parts_and_rows, entries, merges, jnp.sum(merged)[None])
     return jax.tree.map(lambda array: array.astype(jnp.int32), plan)
 
 
@@ -93,14 +100,19 @@ def max_partials(parts: int) -> int:
 
 
 class Segment(NamedTuple):
-    """The pages [first, end) of entry `entry` that lie in one part; `before`: pages of the part before them."""
+    """The pages [first, end) of entry `entry` that lie in one part; `before`: pages of the part before them.
+
+    `page`: the first one's place in the cache, if `before` is 0. `table`, `length`: see Row. `slot`: of its partial
+    result, negative if the entry lies in one part.
+    """
 
     entry: Any
     first: Any
     end: Any
     before: Any
+    page: Any
+    table: Any
     length: Any
-    splits: Any
     slot: Any
 
 
@@ -110,12 +122,31 @@ def for_each_segment(parts, rows, index, body: Callable[[Segment], None]) -> Non
     first = Row(*(parts[index, len(part) + i] for i in range(len(Row._fields))))
 
     def per_row(entry, row: Row) -> Row:
-        following = jnp.minimum(entry + 1, rows.shape[0] - 1)
-        following = Row(*(rows[following, i] for i in range(len(row))))  # read while this row is computed
         begin, end = jnp.maximum(part.begin, row.begin), jnp.minimum(part.end, row.end)
-        slot = row.slot + index - row.first_part
-        segment = Segment(entry, begin - row.begin, end - row.begin, begin - part.begin, row.length, row.splits, slot)
+        segment = Segment(
+            entry=entry,
+            first=begin - row.begin,
+            end=end - row.begin,
+            before=begin - part.begin,
+            page=part.page,
+            table=row.table,
+            length=row.length,
+            slot=row.slot + index,
+        )
         pl.when(end > begin)(lambda: body(segment))
-        return following
+        following = jnp.minimum(entry + 1, rows.shape[0] - 1)
+        return Row(*(rows[following, i] for i in range(len(row))))
 
     lax.fori_loop(part.first_row, part.end_row, per_row, first)
+
+
+def for_each_page(tables, segment: Segment, body: Callable[[Any, Any], None]) -> None:
+    """In a kernel: call body(j, page) for the pages of a segment, j counting those of the row. `tables` is a ref."""
+
+    def step(j, page):
+        following = tables[segment.table, jnp.minimum(j + 1, segment.end - 1)]  # read while this page is awaited
+        body(j, page)
+        return following
+
+    first = lax.cond(segment.before == 0, lambda: segment.page, lambda: tables[segment.table, segment.first])
+    lax.fori_loop(segment.first, segment.end, step, first)
