@@ -2,16 +2,18 @@
 
     python -m bench.kernels --op mla_decode
     python -m bench.kernels --op mla_decode --cases "v3_tp8 batch 1 "    # only cases with this in their name
-    python -m bench.kernels --op mla_decode --implementation reference --quick    # on any machine; saves nothing
+    python -m bench.kernels --op mla_decode --tune --cases "context 4096"    # the kernel's candidate settings
+    python -m bench.kernels --op mla_decode --implementation reference --quick    # on any machine
 
-Contenders take turns on one card in one process. JAX: 10 calls in one executable, each on the output of the one
-before. Anchors: as many calls in a CUDA graph. Data are random, and calls go through more of them than the L2 cache
-holds. Plans and schedules are made beforehand, as for all layers of a step.
+Contenders take turns on one card in one process. JAX: 10 calls or more in one executable, each on the
+output of the one before. Anchors: as many calls in a CUDA graph. Data are random, and calls go through more of them
+than the L2 cache holds. Plans and schedules are made beforehand, as for all layers of a step.
 """
 
 import argparse
 from collections.abc import Sequence
 from importlib.util import find_spec
+from statistics import median
 from typing import Any
 
 import jax
@@ -31,12 +33,12 @@ def measure(bench: Any, name: str, with_anchor: bool, timing: dict[str, Any]) ->
     """The records of one case: the time of a call, and the rates that follow from it."""
     case, work = bench.cases[name], bench.work(bench.cases[name])
     subject = bench.subject(case)
-    contenders = [subject, *([bench.anchor(case)] if with_anchor else [])]
+    contenders = [subject, *([bench.anchor(case, subject)] if with_anchor else [])]
     samples, *of_anchor = time_in_turns(contenders, **timing)
     entry = record(SUITE, bench.op, name, "time", samples, "us")
     if of_anchor:
         entry = against(entry, record(SUITE, bench.op, contenders[1].name, "time", of_anchor[0], "us"))
-        difference = bench.difference(case)
+        difference = bench.difference(case, subject)
         print(f"{name}: relative difference to {contenders[1].name} {difference:.1e}", flush=True)
         if not difference < LARGEST_DIFFERENCE:
             raise SystemExit(f"{name}: the results differ, so there is nothing to compare.")
@@ -57,6 +59,14 @@ def measure_planning(bench: Any, name: str, timing: dict[str, Any]) -> list[dict
     return [record(SUITE, bench.op, name, "plan", samples, "us")]
 
 
+def tune(bench: Any, name: str, timing: dict[str, Any]) -> str:
+    """A line per candidate, the fastest first."""
+    candidates = bench.candidates(bench.cases[name])
+    times = time_in_turns([bench.subject(bench.cases[name], **settings) for settings in candidates], **timing)
+    fastest_first = sorted(zip(map(median, times), map(str, candidates), strict=True))
+    return "\n".join(f"{name:32}{us:10.2f} us  {settings}" for us, settings in fastest_first)
+
+
 def table(records: Sequence[dict[str, Any]]) -> str:
     """A line per case."""
     found = {(entry["case"], entry["metric"]): entry for entry in records}
@@ -72,6 +82,20 @@ def table(records: Sequence[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def measure_all(bench: Any, names: Sequence[str], timing: dict[str, Any], saves: bool) -> list[dict[str, Any]]:
+    """The records of all cases, each saved as soon as it is measured."""
+    if missing := [package for package in bench.anchor_packages if find_spec(package) is None]:
+        print(f"No anchor: {', '.join(missing)} cannot be imported.")
+    bench.compile_all(names)
+    records = []
+    for name in names:
+        found = measure(bench, name, not missing, timing) + measure_planning(bench, name, timing)
+        if saves:
+            save(found)
+        records += found
+    return records
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--op", choices=list(OPS), required=True)
@@ -80,21 +104,17 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--round-ms", type=float, default=20, help="time of each contender in each round")
     parser.add_argument("--quick", action="store_true", help="tiny cases, to try the benchmark itself; saves nothing")
+    parser.add_argument("--tune", action="store_true", help="time the kernel's candidate settings; saves nothing")
     args = parser.parse_args()
     implementation = args.implementation or implementations(target_of(jax.devices()[0]))[args.op]
     bench = OPS[args.op](implementation, args.quick)
-    missing = [package for package in bench.anchor_packages if find_spec(package) is None]
-    if missing:
-        print(f"No anchor: {', '.join(missing)} cannot be imported.")
     timing = {"rounds": args.rounds, "round_s": args.round_ms / 1e3}
-    records = []
-    for name in bench.cases:
-        if args.cases in name:
-            found = measure(bench, name, not missing, timing) + measure_planning(bench, name, timing)
-            if not args.quick:
-                save(found)
-            records += found
-    print(table(records))
+    names = [name for name in bench.cases if args.cases in name]
+    if args.tune:
+        for name in names:
+            print(tune(bench, name, timing), flush=True)
+    else:
+        print(table(measure_all(bench, names, timing, saves=not args.quick)))
 
 
 if __name__ == "__main__":

@@ -12,27 +12,29 @@ from bench.timing import time_in_turns
 from dsjax.pallas_kernels.mla_decode.reference import mla_decode
 
 
-def test_a_chain_of_mla_decode_goes_through_all_rows():
+def test_a_chain_of_mla_decode_goes_through_all_layers():
     bench = MLADecodeBench("reference", quick=True)
     case = bench.cases["quick batch 2 context 100"]
-    chain = bench.subject(case)
+    chain, pool = bench.subject(case), bench.pool(case)
+    assert (chain.calls, len(pool)) == (64, 3)
     latent, rotated = bench.queries(case)
     chain.run()
-    calls = bench.calls(case)
-    assert {int(row) for _, decode in calls for row in decode.rows} == set(range(bench.sizes.rows))
-    for tables, decode in calls:
-        latent = mla_decode(latent, rotated, bench.pool, jnp.int32(0), tables, decode, scale=SCALE)
+    for call in range(chain.calls):
+        before, arguments = latent, (pool, jnp.int32(call % 3), bench.tables(case), bench.entries(case))
+        latent = mla_decode(before, rotated, *arguments, scale=SCALE)
     np.testing.assert_array_equal(chain.state[0], latent)
-    used = np.asarray(calls[0][0])[:, :2]
-    assert len(np.unique(used)) == used.size, "no page is read by two rows"
+    np.testing.assert_array_equal(chain.state[1], before)
 
 
 def test_cases_fill_more_than_the_l2_cache():
+    """And no page belongs to two rows."""
     bench = MLADecodeBench("reference", quick=False)
     for case in bench.cases.values():
-        pages = np.unique(np.asarray(bench.tables(case))[:, : -(-case.context // 64)])
-        assert pages.size * 64 * 576 * 2 > 100e6
-        assert case.context <= bench.sizes.width * 64
+        tables = np.asarray(bench.tables(case))
+        assert len(np.unique(tables)) == tables.size
+        layers = min(bench.cache_pages // tables.size, bench.calls(case))
+        assert layers * case.batch * case.context * 576 * 2 > 100e6
+        assert case.context <= tables.shape[1] * 64
 
 
 def test_contenders_take_turns():

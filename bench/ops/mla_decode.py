@@ -1,8 +1,10 @@
 """MLA decode in bf16, beside FlashMLA (PyPI sgl-flash-mla, which needs torch)."""
 
-from collections.abc import Callable
-from functools import cached_property, partial
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import lru_cache, partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,43 +12,37 @@ import numpy as np
 
 from bench.ops import Work
 from bench.timing import JaxChain, TorchGraph
-from dsjax.pallas_kernels.mla_decode import IMPLEMENTATIONS, DecodeRows
+from dsjax.pallas_kernels.mla_decode import IMPLEMENTATIONS, DecodeRows, hopper
 from dsjax.pallas_kernels.mla_decode.shapes import CASES, DecodeCase, DecodeShape
 from dsjax.published import published
 
 PAGE = 64
-CALLS = 10  # calls of one executable
+LEAST_CALLS, LEAST_ROWS = 10, 128  # of one executable: calls, and rows of all its calls
 NEVER = 1e30  # no output is larger
 SCALE = published("v3").attention.softmax_scale
-
-
-class Sizes(NamedTuple):
-    """Rows of the page tables, entries of a row, pages of the cache.
-
-    Calls go through the rows in turn, so a call finds nothing of its pages in the L2 cache: all rows of 1024 keys are
-    151 MB. Rows longer than the cache divided by their number share pages.
-    """
-
-    rows: int
-    width: int
-    pages: int
+TRIED = {"split_cost_pages": (0, 1, 2, 4, 8), "combine_blocks": (4, 8, 16), "chunk": (128, 256), "pair": (1, 2)}
 
 
 class MLADecodeBench:
-    """Random queries and latents; the page tables name random pages. One executable serves all contexts of a batch."""
+    """Random queries and latents; rows own random pages. One executable serves all contexts of a batch.
+
+    Calls go through the layers of a cache in turn, 10 and more of them and 128 rows and more in all, so a call finds
+    nothing of its pages in L2: the smallest case reads 151 MB.
+    """
 
     op = "mla_decode"
     anchor_packages = ("torch", "flash_mla")
     cases: dict[str, DecodeCase] = CASES
-    sizes = Sizes(rows=128, width=1024, pages=16384)
+    cache_pages = 1 << 17  # of all layers
 
     def __init__(self, implementation: str, quick: bool):
         self.implementation = IMPLEMENTATIONS[implementation]
         self.name = implementation
+        self._executables: dict[tuple, Any] = {}
         if quick:
             shape = DecodeShape(heads=4, rank=512, rope=64)
             self.cases = {f"quick batch {batch} context 100": DecodeCase(shape, batch, 100) for batch in (1, 2)}
-            self.sizes = Sizes(rows=4, width=4, pages=8)
+            self.cache_pages = 12
 
     def work(self, case: DecodeCase) -> Work:
         heads, rank, rope = case.shape
@@ -54,101 +50,123 @@ class MLADecodeBench:
         values = keys * (rank + rope) + case.batch * heads * (2 * rank + rope)
         return Work(flops=2.0 * keys * heads * (2 * rank + rope), bytes=2.0 * values)
 
-    @cached_property
-    def pool(self) -> jax.Array:
-        """The latent cache of all cases, [1, P, S, C + R]: their ranks are the same."""
-        shape = next(iter(self.cases.values())).shape
-        return jax.random.normal(jax.random.key(0), (1, self.sizes.pages, PAGE, shape.rank + shape.rope), jnp.bfloat16)
+    def pages_of_row(self, case: DecodeCase) -> int:
+        """Room in the page tables: for the longest context of the batch."""
+        return -(-max(other.context for other in self.cases.values() if other.batch == case.batch) // PAGE)
+
+    def pool(self, case: DecodeCase) -> jax.Array:
+        """The latent cache [L, P, S, C + R], with as many pages a layer as the longest context of the batch needs."""
+        pages = case.batch * self.pages_of_row(case)
+        return _random_pool(self.cache_pages // pages, pages, case.shape.rank + case.shape.rope)
 
     def tables(self, case: DecodeCase) -> jax.Array:
-        rows, width, pages = self.sizes
-        used = -(-case.context // PAGE)
-        order = np.random.default_rng(0).permutation(pages)
-        tables = np.zeros((rows, width), np.int32)
-        tables[:, :used] = np.resize(order, (rows, used))
-        return jnp.asarray(tables)
+        shape = case.batch, self.pages_of_row(case)
+        return jnp.asarray(np.random.default_rng(0).permutation(shape[0] * shape[1]).reshape(shape), jnp.int32)
 
     def queries(self, case: DecodeCase) -> tuple[jax.Array, jax.Array]:
-        """q_latent and q_rope. The former is an output of attention, as in all calls of a chain but its first."""
+        """Latent and rope queries."""
         heads, rank, rope = case.shape
-        latent, rotated = (
-            jax.random.normal(jax.random.key(i), (case.batch, 1, heads, width), jnp.bfloat16)
-            for i, width in enumerate((rank, rope))
-        )
-        return self._attend(case, latent, rotated, *self.calls(case)[0]), rotated
+        keys = zip(jax.random.split(jax.random.key(1)), (rank, rope), strict=True)
+        return tuple(jax.random.normal(key, (case.batch, 1, heads, width), jnp.bfloat16) for key, width in keys)
 
-    def calls(self, case: DecodeCase) -> list[tuple[jax.Array, DecodeRows]]:
-        """Page tables and entries of each call of a chain: the rows after those of the call before."""
-        lengths, tables = jnp.full(case.batch, case.context, jnp.int32), self.tables(case)
-        plan = jax.jit(partial(self.implementation.plan, queries=case.shape.heads))
-        rows = [(jnp.arange(case.batch, dtype=jnp.int32) + i * case.batch) % len(tables) for i in range(CALLS)]
-        return [(tables, DecodeRows(entries, lengths, plan(tables, entries, lengths))) for entries in rows]
+    def entries(self, case: DecodeCase, **settings: Any) -> DecodeRows:
+        """A row of each table, with the plan that a step makes once for all layers."""
+        rows, lengths = jnp.arange(case.batch), jnp.full(case.batch, case.context, jnp.int32)
+        plan = jax.jit(self.implementation.plan, static_argnames=("queries", *settings))
+        return DecodeRows(rows, lengths, plan(self.tables(case), rows, lengths, queries=case.shape.heads, **settings))
 
-    def subject(self, case: DecodeCase) -> JaxChain:
-        """The implementation of dsjax, with its plans made beforehand, as in all layers of a step."""
+    def candidates(self, case: DecodeCase) -> list[dict[str, Any]]:
+        """Settings of `subject`: the tuned configuration of the Hopper kernel, and others with one field changed."""
+        tuned = hopper.tuning(case.shape.heads)
+        others = [replace(tuned, **{field: value}) for field, values in TRIED.items() for value in values]
+        return [{"config": config} for config in dict.fromkeys([tuned, *others])]
+
+    def calls(self, case: DecodeCase) -> int:
+        """Calls of one executable."""
+        return max(LEAST_CALLS, -(-LEAST_ROWS // case.batch))
+
+    def subject(self, case: DecodeCase, **settings: Any) -> JaxChain:
+        """The implementation of dsjax, with its plan made beforehand."""
         latent, rotated = self.queries(case)
-        inputs = rotated, self.pool, self.calls(case)
-        step = partial(_attend_in_chain, inputs=inputs, attend=self.implementation.attend)
-        return JaxChain(self.name, CALLS, step, (latent,))
+        inputs = rotated, self.pool(case), self.tables(case), self.entries(case, **settings)
+        options = {"attend": self.implementation.attend, "options": tuple(settings.items()), "calls": self.calls(case)}
+        key = case.batch, case.shape.heads, options["options"]  # an executable serves all contexts
+        if key not in self._executables:
+            self._executables[key] = _attend_in_chain.lower(latent, latent, inputs=inputs, **options).compile()
+        step = partial(self._executables[key], inputs=inputs)
+        return JaxChain(self.name, self.calls(case), step, (latent, jnp.full_like(latent, jnp.nan)))
+
+    def compile_all(self, names: Sequence[str]) -> None:
+        """Compile the executables of all cases in parallel."""
+        cases = {(case.batch, case.shape.heads): case for case in map(self.cases.__getitem__, names)}
+        with ThreadPoolExecutor() as threads:
+            list(threads.map(self.subject, cases.values()))
 
     def planning(self, case: DecodeCase) -> JaxChain | None:
         """The plan, which a step makes once; None where there is none."""
-        tables, decode = self.calls(case)[0]
-        if not jax.tree.leaves(decode.plan):
+        entries = self.entries(case)
+        if not jax.tree.leaves(entries.plan):
             return None
         plan = partial(self.implementation.plan, queries=case.shape.heads)
-        step = partial(_plan_in_chain, plan=plan, tables=tables, rows=decode.rows)
-        return JaxChain(self.name, CALLS, step, (decode.lengths,))
+        step = partial(_plan_in_chain, plan=plan, tables=self.tables(case), rows=entries.rows)
+        return JaxChain(self.name, LEAST_CALLS, step, (entries.lengths,))
 
-    def anchor(self, case: DecodeCase) -> TorchGraph:
-        """FlashMLA in a CUDA graph, its schedule made beforehand, on the same rows and queries."""
-        attend = self._flash_mla(case)
-        return TorchGraph("FlashMLA", [partial(attend, call) for call in range(CALLS)])
+    def anchor(self, case: DecodeCase, subject: JaxChain) -> TorchGraph:
+        """FlashMLA in a CUDA graph, its schedule made beforehand, on queries of the subject."""
+        subject.run()
+        attend, layers = self._flash_mla(case, subject.state[1]), len(self.pool(case))
+        return TorchGraph("FlashMLA", [partial(attend, call % layers) for call in range(self.calls(case))])
 
-    def difference(self, case: DecodeCase) -> float:
-        """Relative distance (Frobenius) of the implementation's output from FlashMLA's."""
-        ours = np.asarray(self._attend(case, *self.queries(case), *self.calls(case)[1]), np.float32)
-        theirs = self._flash_mla(case)(1).float().cpu().numpy()
-        return float(np.linalg.norm(ours - theirs) / np.linalg.norm(theirs))
+    def difference(self, case: DecodeCase, subject: JaxChain) -> float:
+        """Relative distance (Frobenius) of the output of the subject's last call from FlashMLA's."""
+        out, query = subject.state
+        wanted = self._flash_mla(case, query)((self.calls(case) - 1) % len(self.pool(case))).float().cpu().numpy()
+        return float(np.linalg.norm(np.asarray(out, np.float32) - wanted) / np.linalg.norm(wanted))
 
-    def _attend(self, case: DecodeCase, latent, rotated, tables, decode: DecodeRows) -> jax.Array:
-        return self.implementation.attend(latent, rotated, self.pool, jnp.int32(0), tables, decode, scale=SCALE)
-
-    def _flash_mla(self, case: DecodeCase) -> Callable[[int], Any]:
-        """attend(call) -> [B, 1, H, C], on the arrays of the subject."""
+    def _flash_mla(self, case: DecodeCase, latent: jax.Array) -> Callable[[int], Any]:
+        """attend(layer) -> [B, 1, H, C], on the arrays of the subject and the latent query `latent`."""
         import torch  # pyright: ignore
         from flash_mla import flash_mla_with_kvcache, get_mla_metadata  # pyright: ignore
 
-        def shared(array: jax.Array):
-            return torch.from_dlpack(jax.block_until_ready(array))
+        query = jnp.concatenate([latent, self.queries(case)[1]], axis=-1)
+        arrays = query, self.pool(case), self.tables(case), self.entries(case).lengths
+        q, pool, tables, lengths = map(torch.from_dlpack, jax.block_until_ready(arrays))
+        schedule, _ = get_mla_metadata()  # the first call fills it
+        rank, options = case.shape.rank, {"softmax_scale": SCALE, "use_legacy": True}
 
-        q = shared(jnp.concatenate(self.queries(case), axis=-1))
-        pool = shared(self.pool)[0].unsqueeze(2)
-        calls = [(shared(tables[decode.rows]), shared(decode.lengths)) for tables, decode in self.calls(case)]
-        schedule, _ = get_mla_metadata()
-
-        def attend(call: int):
-            tables, lengths = calls[call]
-            return flash_mla_with_kvcache(
-                q, pool, tables, lengths, case.shape.rank, schedule, softmax_scale=SCALE, use_legacy=True
-            )[0]
+        def attend(layer: int):
+            cache = pool[layer].unsqueeze(2)
+            return flash_mla_with_kvcache(q, cache, tables, lengths, rank, schedule, **options)[0]
 
         return attend
 
 
-@partial(jax.jit, static_argnames="attend", donate_argnums=0)
-def _attend_in_chain(latent, *, inputs, attend: Callable):
-    """CALLS calls, each with the output of the one before as its latent query."""
-    rotated, pool, calls = inputs
-    for tables, decode in calls:
-        latent = attend(latent, rotated, pool, jnp.int32(0), tables, decode, scale=SCALE)
-    return (latent,)
+@lru_cache(maxsize=1)
+@partial(jax.jit, static_argnums=(0, 1, 2))
+def _random_pool(layers: int, pages: int, width: int) -> jax.Array:
+    """The same values in every layer: they only must lie in different places."""
+    one = jax.random.normal(jax.random.key(0), (1, pages, PAGE, width), jnp.bfloat16)
+    return jnp.tile(one, (layers, 1, 1, 1))
+
+
+@partial(jax.jit, static_argnames=("attend", "options", "calls"), donate_argnums=(0, 1), keep_unused=True)
+def _attend_in_chain(latent, before, *, inputs, attend: Callable, options: tuple[tuple[str, Any], ...], calls: int):
+    """`calls` calls, each on another layer, with the output of the one before as its latent query.
+
+    Returns the last output and its query; `before` only gives its memory.
+    """
+    rotated, pool, tables, entries = inputs
+    for call in range(calls):
+        layer = jnp.int32(call % len(pool))
+        before = latent
+        latent = attend(before, rotated, pool, layer, tables, entries, scale=SCALE, **dict(options))
+    return latent, before
 
 
 @partial(jax.jit, static_argnames="plan", donate_argnums=0)
 def _plan_in_chain(lengths, *, plan: Callable, tables, rows):
-    """CALLS plans. The search for their largest values is timed too: without it XLA would not make all of them."""
-    for _ in range(CALLS):
+    """LEAST_CALLS plans, with a search for their largest values, without which XLA would not make all of them."""
+    for _ in range(LEAST_CALLS):
         made = jax.tree.leaves(plan(tables, rows, lengths))
         largest = jnp.stack([leaf.max().astype(jnp.float32) for leaf in made]).max()
         lengths = lengths + (largest > NEVER).astype(jnp.int32)

@@ -1,0 +1,71 @@
+"""The Hopper kernel of MLA decode, compiled for an H200 on any machine: what ptxas and XLA make of it."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from dsjax.pallas_kernels.mla_decode import DecodeRows
+from dsjax.pallas_kernels.mla_decode.hopper import mla_decode, plan
+from dsjax.pallas_kernels.mla_decode.shapes import SHAPES, DecodeShape
+from tests.pallas_kernels.sm90a import Compiled, compile_for_h200
+
+ENTRIES, ROWS, PAGES_OF_ROW = 16, 32, 100
+POOL = (4, 1000, 64)
+LAYERS = 10
+
+
+def compile_layers(shape: DecodeShape, tokens: int, layers: int = 1) -> Compiled:
+    """`layers` calls with one plan, each with the latents of another layer."""
+
+    def attend(latent, rope, pool, tables, decode: DecodeRows):
+        for layer in range(layers):
+            latent = mla_decode(latent, rope, pool, jnp.int32(layer), tables, decode, scale=0.1)
+        return latent
+
+    lengths = jax.ShapeDtypeStruct((ENTRIES,), jnp.int32)
+    tables = jax.ShapeDtypeStruct((ROWS, PAGES_OF_ROW), jnp.int32)
+    made = jax.eval_shape(partial(plan, queries=tokens * shape.heads), tables, lengths, lengths)
+    return compile_for_h200(
+        attend,
+        jax.ShapeDtypeStruct((ENTRIES, tokens, shape.heads, shape.rank), jnp.bfloat16),
+        jax.ShapeDtypeStruct((ENTRIES, tokens, shape.heads, shape.rope), jnp.bfloat16),
+        jax.ShapeDtypeStruct((*POOL, shape.rank + shape.rope), jnp.bfloat16),
+        tables,
+        DecodeRows(lengths, lengths, made),  # pyright: ignore
+    )
+
+
+def check(compiled: Compiled) -> None:
+    """No kernel spills or loses speed in ways that ptxas knows; attention multiplies by wgmma and copies by TMA."""
+    for kernel in compiled.kernels:
+        assert (kernel.spill_bytes, kernel.losses) == (0, []), kernel.name
+        assert kernel.registers <= 255
+    [attention] = [kernel.ptx for kernel in compiled.kernels if "wgmma.mma_async" in kernel.ptx]
+    assert "cp.async.bulk.tensor" in attention
+
+
+def test_sm90a_of_many_heads():
+    check(compile_layers(SHAPES["v3_tp1"], tokens=1))
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("tokens", [1, 2, 3, 4])
+@pytest.mark.parametrize("shape", dict.fromkeys(SHAPES.values()), ids=lambda shape: f"heads{shape.heads}")
+def test_sm90a_of_all_shapes(shape: DecodeShape, tokens: int):
+    check(compile_layers(shape, tokens))
+
+
+def test_layers_are_one_cuda_graph_and_copy_no_cache():
+    compiled = compile_layers(SHAPES["v3_tp8"], tokens=1, layers=LAYERS)
+    check(compiled)
+    first, *others = compiled.thunks.splitlines()
+    assert "kCommandBuffer" in first
+    assert all(line.startswith(" ") for line in others if line)
+    pool = "bf16[" + ",".join(map(str, (*POOL, 576))) + "]"
+    lines = [line for line in (compiled.executable.as_text() or "").splitlines() if pool in line.split("(")[0]]
+    assert all("parameter(" in line or "ENTRY" in line for line in lines), "a copy of the cache"
+    memory = compiled.executable.memory_analysis()
+    assert memory is not None
+    assert memory.temp_size_in_bytes < 64 << 20
