@@ -15,6 +15,8 @@ import jax
 from jax.experimental import topologies
 from jax.sharding import SingleDeviceSharding
 
+from dsjax.aot.xla_options import CompilerOptions, compiler_options
+
 
 class Kernel(NamedTuple):
     """One Mosaic kernel. `spill_bytes`: stores and loads together. `losses`: ptxas' warnings of lost speed.
@@ -47,22 +49,28 @@ def compile_for_h200(function: Callable, *args: Any, **jit_options: Any) -> Comp
     Raises:
       RuntimeError: JAX's CUDA plugin is not installed.
     """
-    placed = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=_on_h200()), args)
+    on_h200 = SingleDeviceSharding(h200())
+    placed = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=on_h200), args)
     renewed = jax.jit(lambda *args: function(*args), **jit_options)  # lowering that JAX has kept would dump nothing
     with tempfile.TemporaryDirectory() as scratch, mock.patch.dict(os.environ, {"MOSAIC_GPU_DUMP_TO": scratch}):
-        options = {"xla_dump_to": scratch, "xla_dump_hlo_as_text": True}
-        executable = renewed.lower(*placed).compile(compiler_options=options)
+        executable = renewed.lower(*placed).compile(compiler_options=dumping_to(scratch))
         kernels = [_read_kernel(ptx) for ptx in sorted(Path(scratch).glob("*.ptx"))]
-        return Compiled(executable, kernels, _read_thunks(Path(scratch)))
+        return Compiled(executable, kernels, read_thunks(Path(scratch)))
+
+
+def dumping_to(folder: str | Path) -> CompilerOptions:
+    """The XLA options of every executable, and such that `read_thunks(folder)` finds its launches afterwards."""
+    return compiler_options(deterministic=False) | {"xla_dump_to": str(folder), "xla_dump_hlo_as_text": True}
 
 
 @cache
-def _on_h200() -> SingleDeviceSharding:
+def h200() -> jax.Device:
+    """A device to compile for. Raises RuntimeError if JAX's CUDA plugin is not installed."""
     if find_spec("jax_cuda13_plugin") is None:
         raise RuntimeError("Compiling for GPUs needs JAX's CUDA plugin: pip install -e '.[build-cuda]'.")
     config = resources.files("dsjax.aot").joinpath("h200.txtpb").read_text()
     topology = topologies.get_topology_desc(platform="cuda", target_config=config, topology="1x1x1")
-    return SingleDeviceSharding(topology.devices[0])
+    return topology.devices[0]
 
 
 def _read_kernel(ptx: Path) -> Kernel:
@@ -82,6 +90,7 @@ def _number(pattern: str, text: str) -> int:
     return sum(map(int, re.findall(pattern, text)))
 
 
-def _read_thunks(folder: Path) -> str:
+def read_thunks(folder: Path) -> str:
+    """The launches of the executable whose dump is in `folder`."""
     grouped = list(folder.glob("*thunk_sequence_after_thunk_passes.txt"))
     return (grouped or list(folder.glob("*thunk_sequence.txt")))[0].read_text()
