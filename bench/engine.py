@@ -1,14 +1,24 @@
 """The engine end to end: time to first token and time per output token for every plan.
 
     python -m bench.engine                                        # the demo model
-    python -m bench.engine --model v2_lite --plans step           # a published shape with random weights
     python -m bench.engine --plans step --deterministic           # the price of deterministic mode
+    python -m bench.engine --model v2_lite --plans step --prompts 128 1024 4096 --batches 1 16 64 128 \
+        --contexts 1024 8192 --max-model-len 8448 --token-buckets 128 1024 4096 --row-buckets 1 16 64 128
 
-Prompts are random token ids. TTFT: one request with max_tokens 1 on an idle engine, host to host. TPOT: a batch whose
-prompts are already prefilled, decoding; wall time of the steps in between over their number.
+The last one runs a published shape with random weights; only the buckets that it needs are compiled. A case names its
+plan, and the operations that ran as kernels.
+
+Prompts are random token ids. TTFT: one request with max_tokens 1 on an idle engine, host to host. TPOT: a batch that
+decodes; wall time of some steps over their number. Its contexts are not computed: the whole cache is filled with random
+numbers, and the pages of each request, all different, are declared to hold its prompt.
+
+The floor of TPOT is (weights + cache) / bandwidth: the bytes of all weights but the embedding, counting of E routed
+experts of which a token chooses K those that B tokens are expected to choose, E (1 - (1 - K / E) ** B); B x context x
+bytes per cached token; and the card's rate in bench/records.py.
 """
 
 import argparse
+import math
 import shutil
 import tempfile
 import time
@@ -16,14 +26,22 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
+from flax import nnx
+from jax import lax, random
 
-from bench.records import against, record, save
+from bench.records import above, against, floor_s, record, save
 from dsjax import LLM, SamplingParams
+from dsjax.cache.pages import page_keys
 from dsjax.engine.request import Request
+from dsjax.model import Model
+from dsjax.pallas_kernels import REFERENCE, implementations
 from dsjax.published import FOLDER, MODELS
+from dsjax.segments import weight_leaves
 
 SUITE = "engine"
+STEPS = 30  # of one sample of TPOT
 
 
 def make_llm(model: str, plan: str, options: dict[str, Any], scratch: Path) -> LLM:
@@ -34,8 +52,46 @@ def make_llm(model: str, plan: str, options: dict[str, Any], scratch: Path) -> L
     return LLM(scratch, plan=plan, load_format="dummy", **options)
 
 
-def random_prompt(llm: LLM, length: int) -> list[int]:
-    return np.random.default_rng(length).integers(20, llm.engine.limits.vocab_size, length).tolist()
+def random_prompt(llm: LLM, length: int, number: int = 0) -> list[int]:
+    return np.random.default_rng([length, number]).integers(20, llm.engine.limits.vocab_size, length).tolist()
+
+
+def fill_cache(llm: LLM) -> None:
+    """Random numbers in every page."""
+
+    def filled(pool: jax.Array) -> jax.Array:
+        def fill_layer(layer, pool):
+            numbers = random.normal(random.fold_in(random.key(0), layer), pool.shape[1:], pool.dtype)
+            return pool.at[layer].set(numbers)
+
+        return lax.fori_loop(0, pool.shape[0], fill_layer, pool)
+
+    pools = llm.engine.runner.executor.state["pools"]
+    for name, pool in pools.items():
+        pools[name] = jax.jit(filled, donate_argnums=0, out_shardings=pool.sharding)(pool)
+
+
+def declare_cached(llm: LLM, prompt: list[int]) -> None:
+    """From now on, the prefix cache finds pages for `prompt`, whatever they hold."""
+    for kind in llm.engine.runner.kinds:
+        pool, keys = llm.engine.scheduler.pools[kind.name], page_keys(prompt, kind.page_tokens)
+        pages = pool.take(len(keys))
+        for page, key in zip(pages, keys, strict=True):
+            pool.remember(page, key)
+        pool.release(pages)
+
+
+def step_bytes(model: Model, batch: int, context: int) -> float:
+    """Bytes that a decode step has to read at least; see the top of this file."""
+    router = model.config.moe.router
+    chosen = 1 - (1 - router.experts_per_token / router.num_experts) ** batch
+    weights = sum(
+        math.prod(leaf.shape) * leaf.dtype.itemsize * (chosen if name.startswith("experts_") else 1)
+        for path, piece in model.pieces()
+        for name, leaf in weight_leaves(nnx.state(piece))
+        if path != "embed"
+    )
+    return weights + batch * context * sum(kind.page_bytes / kind.page_tokens for kind in model.page_kinds)
 
 
 def ttft_ms(llm: LLM, length: int, repeats: int) -> list[float]:
@@ -56,10 +112,13 @@ def tpot_ms(llm: LLM, batch: int, context: int, steps: int, repeats: int) -> lis
     if batch > engine.scheduler.rows:
         raise SystemExit(f"batch {batch} needs --max-num-seqs of at least {batch}")
     params = SamplingParams(temperature=0, max_tokens=steps * (repeats + 1) + 8, ignore_eos=True)
-    prompt = random_prompt(llm, context)
-    requests = [Request.create(f"tpot-{i}", prompt, params, engine.limits) for i in range(batch)]
-    for request in requests:
-        engine.add(request)
+    engine.forget_prefixes()
+    requests = []
+    for i in range(batch):
+        prompt = random_prompt(llm, context, i)
+        declare_cached(llm, prompt)
+        requests.append(Request.create(f"tpot-{i}", prompt, params, engine.limits))
+        engine.add(requests[-1])
     while any(len(request.outputs) < 4 for request in requests):
         engine.step()
     times = []
@@ -89,16 +148,19 @@ def dispatches_per_step(llm: LLM) -> int:
 def measure(llm: LLM, case: str, args: argparse.Namespace, quick: bool) -> list[dict[str, Any]]:
     """All records of one engine."""
     lengths, batches = (args.prompts[:1], args.batches[:1]) if quick else (args.prompts, args.batches)
-    repeats, steps = (2, 3) if quick else (args.repeats, 30)
+    contexts = args.contexts[:1] if quick else args.contexts
+    repeats, steps = (2, 3) if quick else (args.repeats, STEPS)
     records = [
         record(SUITE, "ttft", f"{case} prompt {length}", "time", ttft_ms(llm, length, repeats), "ms")
         for length in lengths
     ]
-    records += [
-        record(SUITE, "tpot", f"{case} batch {batch} ctx {args.context}", "time", samples, "ms")
-        for batch in batches
-        for samples in [tpot_ms(llm, batch, args.context, steps, repeats)]
-    ]
+    fill_cache(llm)
+    for context in contexts:
+        for batch in batches:
+            samples = tpot_ms(llm, batch, context, steps, repeats)
+            entry = record(SUITE, "tpot", f"{case} batch {batch} ctx {context}", "time", samples, "ms")
+            floor = floor_s(0, step_bytes(llm.engine.runner.blueprint.model, batch, context))
+            records.append(entry if floor is None else above(entry, floor * 1e3))
     records.append(record(SUITE, "tpot", case, "dispatches per step", [dispatches_per_step(llm)], "calls"))
     report = llm.engine.runner.compile_report
     if report is not None:
@@ -111,18 +173,29 @@ def measure(llm: LLM, case: str, args: argparse.Namespace, quick: bool) -> list[
 def run(plan: str, args: argparse.Namespace, **options: Any) -> list[dict[str, Any]]:
     """All records of one plan."""
     options = {"max_num_seqs": args.max_num_seqs, "max_model_len": args.max_model_len} | options
-    case = f"{Path(args.model).name} {plan}" + (" deterministic" if options.get("deterministic") else "")
     with tempfile.TemporaryDirectory() as scratch:  # a compilation cache of its own, so that compiling is timed
         options["cache_dir"] = f"{scratch}/cache"
+        begin = time.perf_counter()
         llm = make_llm(args.model, plan, options, Path(scratch))
-        records = measure(llm, case, args, quick=plan == "off")
+        print(f"{plan}: ready in {time.perf_counter() - begin:.0f} s; {llm.engine.runner.compile_report}", flush=True)
+        records = measure(llm, name_of(llm, args.model, plan), args, quick=plan == "off")
         llm.close()
     return records
 
 
+def name_of(llm: LLM, model: str, plan: str) -> str:
+    """What the cases of one engine are called: model, plan, and the operations that have kernels."""
+    deployment = llm.engine.runner.blueprint.deployment
+    if deployment.deterministic:
+        return f"{Path(model).name} {plan} deterministic"
+    kernels = [op for op, choice in implementations(deployment.target).items() if choice != REFERENCE]
+    return " ".join([Path(model).name, plan, *(["with kernels", "+".join(kernels)] if kernels else [])])
+
+
 def table(records: Sequence[dict[str, Any]]) -> str:
     rows = [
-        f"{r['op']:6} {r['case']:48} {r['metric']:20} {r['value']:>10} {r['unit']:6} ±{r['spread']:<8} "
+        f"{r['op']:6} {r['case']:72} {r['metric']:20} {r['value']:>10} {r['unit']:6} ±{r['spread']:<8} "
+        + (f"floor {r['floor']} ({r['floor_ratio']}) " if r["floor"] else "")
         + (f"ratio {r['ratio']} to {r['anchor']['name']}" if r["anchor"] else "")
         for r in records
     ]
@@ -135,22 +208,26 @@ def main() -> None:
     parser.add_argument("--plans", nargs="+", default=["off", "piece", "layer", "step"])
     parser.add_argument("--prompts", nargs="+", type=int, default=[16, 128, 512, 1024], help="prompt lengths for TTFT")
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 4, 16], help="batch sizes for TPOT")
-    parser.add_argument("--context", type=int, default=128, help="prompt length of the TPOT batch")
+    parser.add_argument("--contexts", nargs="+", type=int, default=[128], help="prompt lengths of the TPOT batches")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--max-num-seqs", type=int)
     parser.add_argument("--max-batched-tokens", type=int)
+    parser.add_argument("--token-buckets", nargs="+", type=int, help="all that is compiled for prompts")
+    parser.add_argument("--row-buckets", nargs="+", type=int, help="all that is compiled for decoding")
     parser.add_argument("--max-model-len", type=int)
     parser.add_argument("--deterministic", action="store_true", help="each plan also in deterministic mode, compared")
     parser.add_argument("--deterministic-tokens", type=int, help="its max_batched_tokens")
     args = parser.parse_args()
     records = []
     for plan in args.plans:
-        records += (plain := run(plan, args, max_batched_tokens=args.max_batched_tokens))
+        buckets = {"token_buckets": args.token_buckets, "row_buckets": args.row_buckets}
+        records += (plain := run(plan, args, max_batched_tokens=args.max_batched_tokens, **buckets))
         if args.deterministic and plan != "off":
             slow = run(plan, args, max_batched_tokens=args.deterministic_tokens, deterministic=True)
             records += [against(one, other) for one, other in zip(slow, plain, strict=True)]
+        path = save(records)
     print(table(records))
-    print(f"saved to {save(records)}")
+    print(f"saved to {path}")
 
 
 if __name__ == "__main__":

@@ -199,6 +199,7 @@ def test_segments_compute_the_same_bits_in_every_chain():
     [
         ({"plan": "off"}, "plan 'off'"),
         ({"token_buckets": [32, 64]}, "one bucket"),
+        ({"row_buckets": [8, 16]}, "one bucket"),
         ({"token_buckets": [16]}, "multiple of 32"),
         ({"max_batched_tokens": 48}, "multiple of 32"),
     ],

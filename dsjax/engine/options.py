@@ -30,11 +30,12 @@ class EngineOptions:
 
     `max_model_len`: context in tokens, by default the model's. `max_batched_tokens`: tokens per step (8192 on GPUs, 512
     on CPUs). `token_buckets`: the ladder itself; its last bucket is then max_batched_tokens. `max_num_seqs`: requests
-    that run at once (128 on GPUs, 16 on CPUs). `plan`: how much goes into one executable; "auto" is "step".
-    `load_format` "dummy": random weights. `dtype` "auto": bfloat16 on GPUs, float32 on CPUs. `tp`: devices to split the
-    model over. `kv_tokens`: size of the cache in tokens; by default it is enough for max_num_seqs requests of full
-    length, or what memory allows: on GPUs `gpu_memory_fraction` of what JAX may use, less the weights and 2 GiB, on
-    CPUs 1 GiB. `cache_dir`: where compiled executables are kept. `prefix_cache`: requests whose tokens begin equally
+    that run at once (128 on GPUs, 16 on CPUs). `row_buckets`: the ladder of steps in which each request computes one
+    token, and of samplers; its last bucket is then max_num_seqs. `plan`: how much goes into one executable; "auto" is
+    "step". `load_format` "dummy": random weights. `dtype` "auto": bfloat16 on GPUs, float32 on CPUs. `tp`: devices to
+    split the model over. `kv_tokens`: size of the cache in tokens; by default it is enough for max_num_seqs requests of
+    full length, or what memory allows: on GPUs `gpu_memory_fraction` of what JAX may use, less the weights and 2 GiB,
+    on CPUs 1 GiB. `cache_dir`: where compiled executables are kept. `prefix_cache`: requests whose tokens begin equally
     share the cache of that beginning. `deterministic`: a request's tokens do not depend on what else runs;
     max_batched_tokens is then the size of every step (256 on GPUs, 32 on CPUs), at least twice max_num_seqs.
     """
@@ -43,6 +44,7 @@ class EngineOptions:
     max_batched_tokens: int | None = None
     token_buckets: Sequence[int] | None = None
     max_num_seqs: int | None = None
+    row_buckets: Sequence[int] | None = None
     plan: str = "auto"
     load_format: str = "auto"
     dtype: str = "auto"
@@ -75,7 +77,8 @@ class EngineOptions:
         fraction = self.gpu_memory_fraction
         if isinstance(fraction, bool) or not isinstance(fraction, int | float) or not 0 < fraction <= 1:
             raise OptionError(f"gpu_memory_fraction is {fraction!r}, expected a number in (0, 1].")
-        self._check_token_buckets()
+        self._check_buckets("token_buckets", "max_batched_tokens")
+        self._check_buckets("row_buckets", "max_num_seqs")
         self._check_step_tokens()
         if self.plan == "off" and self.tp > 1:
             raise OptionError("plan 'off' runs op by op on one device only; use it with tp=1.")
@@ -87,18 +90,21 @@ class EngineOptions:
         """Most tokens of a step, if the user set it."""
         return self.max_batched_tokens if self.token_buckets is None else self.token_buckets[-1]
 
-    def _check_token_buckets(self) -> None:
-        buckets = self.token_buckets
+    @property
+    def rows(self) -> int | None:
+        """Most requests at once, if the user set it."""
+        return self.max_num_seqs if self.row_buckets is None else self.row_buckets[-1]
+
+    def _check_buckets(self, name: str, limit: str) -> None:
+        """Raise OptionError unless the ladder `name` is one and ends with the option `limit`, if both are given."""
+        buckets, asked = getattr(self, name), getattr(self, limit)
         if buckets is None:
             return
         is_list = isinstance(buckets, Sequence) and not isinstance(buckets, str)
         if not is_list or not buckets or not all(map(_is_positive, buckets)) or list(buckets) != sorted(set(buckets)):
-            raise OptionError(f"token_buckets is {buckets!r}, expected rising positive integers such as [16, 64, 256].")
-        if self.max_batched_tokens not in (None, buckets[-1]):
-            asked = self.max_batched_tokens
-            raise OptionError(
-                f"max_batched_tokens is {asked}, but the last of token_buckets is {buckets[-1]}; give one."
-            )
+            raise OptionError(f"{name} is {buckets!r}, expected rising positive integers such as [16, 64, 256].")
+        if asked not in (None, buckets[-1]):
+            raise OptionError(f"{limit} is {asked}, but the last of {name} is {buckets[-1]}; give one.")
 
     def _check_step_tokens(self) -> None:
         name, largest = "max_batched_tokens" if self.token_buckets is None else "token_buckets", self.step_tokens
@@ -111,10 +117,9 @@ class EngineOptions:
     def _check_deterministic(self) -> None:
         if self.plan == "off":
             raise OptionError("plan 'off' computes other bits than compiled plans; deterministic needs one of those.")
-        if self.token_buckets is not None and len(self.token_buckets) > 1:
-            raise OptionError(
-                f"token_buckets is {self.token_buckets!r}, but deterministic runs all steps in one bucket."
-            )
+        for name in ("token_buckets", "row_buckets"):
+            if len(buckets := getattr(self, name) or ()) > 1:
+                raise OptionError(f"{name} is {buckets!r}, but deterministic runs all steps in one bucket.")
         if self.step_tokens is not None and self.step_tokens % (2 * ROW_GROUP):
             raise OptionError(
                 f"Steps of {self.step_tokens} tokens were asked for; deterministic needs a multiple of {2 * ROW_GROUP}."
@@ -169,6 +174,8 @@ def resolve_buckets(options: EngineOptions, on_cpu: bool) -> Buckets:
             f"The largest token bucket ({tokens[-1]}) is below max_num_seqs ({rows}), so that not every running "
             "request could get a token in a step. Raise max_batched_tokens or lower max_num_seqs."
         )
+    if options.row_buckets is not None:
+        return Buckets(tokens, tuple(options.row_buckets), tuple(options.row_buckets))
     return Buckets(tokens, thin(row_ladder(rows)), thin(tail_ladder(rows)))
 
 
@@ -194,7 +201,7 @@ def _one_shape(tokens: int, rows: int) -> Buckets:
 
 
 def _max_num_seqs(options: EngineOptions, on_cpu: bool) -> int:
-    return options.max_num_seqs or (CPU_ROWS if on_cpu else GPU_ROWS)
+    return options.rows or (CPU_ROWS if on_cpu else GPU_ROWS)
 
 
 def _max_model_len(options: EngineOptions, config: ModelConfig) -> int:

@@ -19,7 +19,7 @@ Model = Annotated[str, typer.Argument(help="A checkpoint folder, a model in the 
 
 
 def parse_buckets(text: str) -> tuple[int, ...]:
-    """Token buckets from text such as 16,64,256."""
+    """Buckets from text such as 16,64,256."""
     try:
         return tuple(int(part) for part in text.split(","))
     except ValueError:
@@ -35,6 +35,10 @@ ENGINE_FLAGS: dict[str, Any] = {
         tuple | None, typer.Option(parser=parse_buckets, metavar="N,N,...", help="Token buckets, smallest first.")
     ],
     "max_num_seqs": Annotated[int | None, typer.Option(help="Most requests that run at once.")],
+    "row_buckets": Annotated[
+        tuple | None,
+        typer.Option(parser=parse_buckets, metavar="N,N,...", help="Buckets of requests, for steps that only decode."),
+    ],
     "plan": Annotated[
         str, typer.Option(metavar="|".join(PLANS), help="How much goes into one executable; auto: step.")
     ],

@@ -4,8 +4,10 @@ import itertools
 
 import pytest
 
-from dsjax.aot.ladders import pick, row_ladder, sparse, tail_ladder, token_ladder
-from dsjax.engine.options import EngineOptions, resolve_buckets
+from dsjax.aot.ladders import Buckets, pick, row_ladder, sparse, tail_ladder, token_ladder
+from dsjax.config import ModelConfig
+from dsjax.engine.options import EngineOptions, resolve, resolve_buckets
+from tests.conftest import GOLDEN
 
 
 def test_token_ladder():
@@ -40,6 +42,7 @@ def test_a_gpu_deployment_stays_within_its_budget_of_executables():
     assert len(buckets.tokens) + len(buckets.decode) + len(buckets.tails) + 1 <= 160
 
 
-def test_explicit_token_buckets_are_kept():
-    buckets = resolve_buckets(EngineOptions(token_buckets=[24, 40], max_num_seqs=8), on_cpu=True)
-    assert buckets.tokens == (24, 40)
+def test_explicit_buckets_are_kept():
+    buckets = resolve_buckets(EngineOptions(token_buckets=[24, 40], row_buckets=[1, 3, 5]), on_cpu=True)
+    assert buckets == Buckets((24, 40), (1, 3, 5), (1, 3, 5))
+    assert resolve(EngineOptions(row_buckets=[1, 3, 5]), ModelConfig.load(GOLDEN / "v3"), "cpu").max_num_seqs == 5

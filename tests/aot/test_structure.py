@@ -28,8 +28,9 @@ EXPERTS = 16
 
 @dataclass(frozen=True)
 class Structure:
-    """Of the one executable of a program: its HLO, and its launches as XLA lists them."""
+    """Of the one executable of a program: its kind, its HLO, and its launches as XLA lists them."""
 
+    kind: str
     hlo: str
     thunks: list[str]
 
@@ -54,13 +55,18 @@ def structure(request: pytest.FixtureRequest, model: Model, tmp_path_factory: py
     with mock.patch("dsjax.aot.compile.compiler_options", return_value=dumping_to(folder)):
         executables, _ = compile_programs([program], state, mesh, model.dtype)
     [executable] = executables[program.key].values()
-    return Structure(executable.as_text(), read_thunks(folder).splitlines())
+    return Structure(request.param, executable.as_text(), read_thunks(folder).splitlines())
 
 
 def test_one_graph_holds_all_launches(structure: Structure):
     first, *others = structure.thunks
     assert "kCommandBuffer" in first
     assert [line for line in others if line and not line.startswith(" ") and "condition" not in line] == []
+
+
+def test_bodies_of_decode_tokens_have_no_loops(structure: Structure):
+    """All their kernels know how often they loop, or find out inside."""
+    assert (" while(" in structure.hlo) == (structure.kind == "tail")
 
 
 def test_no_weights_are_joined_or_copied(structure: Structure):

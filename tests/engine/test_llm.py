@@ -274,6 +274,8 @@ def test_numpy_numbers_are_welcome(make_llm: Callable[..., LLM]):
         ({"max_num_seqs": 80, "token_buckets": [64]}, r"largest token bucket \(64\) is below max_num_seqs \(80\)"),
         ({"token_buckets": [64, 16]}, "token_buckets is"),
         ({"token_buckets": [16], "max_batched_tokens": 32}, "the last of token_buckets is 16"),
+        ({"row_buckets": [8, 1]}, r"row_buckets is \[8, 1\]"),
+        ({"row_buckets": [1, 8], "max_num_seqs": 16}, "max_num_seqs is 16, but the last of row_buckets is 8"),
         ({"max_model_len": 5000}, "max_model_len is 5000, but the model was made for 2560"),
         ({"max_model_len": 1}, "max_model_len is 1"),
         ({"tp": 3}, "tp=3 does not divide num_attention_heads"),

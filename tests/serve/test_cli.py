@@ -67,12 +67,12 @@ def test_checkpoint_that_the_engine_refuses(tmp_path: Path):
 def test_flags_are_engine_options(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     asked: list[Any] = []
     monkeypatch.setattr("dsjax.serve.commands.serve.run_server", lambda *arguments: asked.append(arguments) or 0)
-    flags = "--max-model-len 512 --max-batched-tokens 64 --token-buckets 16,64 --max-num-seqs 4 --plan layer "
-    flags += "--load-format dummy --dtype float32 --tp 2 --kv-tokens 1000 --gpu-memory-fraction 0.5 --cache-dir /c "
-    flags += "--no-prefix-cache "
+    flags = "--max-model-len 512 --max-batched-tokens 64 --token-buckets 16,64 --max-num-seqs 4 --row-buckets 1,4 "
+    flags += "--plan layer --load-format dummy --dtype float32 --tp 2 --kv-tokens 1000 --gpu-memory-fraction 0.5 "
+    flags += "--cache-dir /c --no-prefix-cache "
     flags += "--host 0.0.0.0 --port 0 --served-model-name a --served-model-name b --drain-timeout 1.5"
     assert CliRunner().invoke(cli.app, ["serve", "m", *flags.split()]).exit_code == 0
-    options = EngineOptions(512, 64, (16, 64), 4, "layer", "dummy", "float32", 2, 1000, 0.5, "/c", False)
+    options = EngineOptions(512, 64, (16, 64), 4, (1, 4), "layer", "dummy", "float32", 2, 1000, 0.5, "/c", False)
     assert asked.pop() == ("m", options, "0.0.0.0", 0, ["a", "b"], 1.5)
 
     assert CliRunner().invoke(cli.app, ["serve", "m", "--context-length", "99"]).exit_code == 0
