@@ -64,7 +64,7 @@ def dumping_to(folder: str | Path) -> CompilerOptions:
 
 
 @cache
-def h200() -> jax.Device:
+def h200() -> Any:
     """A device to compile for. Raises RuntimeError if JAX's CUDA plugin is not installed."""
     if find_spec("jax_cuda13_plugin") is None:
         raise RuntimeError("Compiling for GPUs needs JAX's CUDA plugin: pip install -e '.[build-cuda]'.")
