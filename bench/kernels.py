@@ -12,6 +12,7 @@ than the L2 cache holds. Plans and schedules are made beforehand, as for all lay
 
 import argparse
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from statistics import median
 from typing import Any
@@ -62,7 +63,9 @@ def measure_planning(bench: Any, name: str, timing: dict[str, Any]) -> list[dict
 def tune(bench: Any, name: str, timing: dict[str, Any]) -> str:
     """A line per candidate, the fastest first."""
     candidates = bench.candidates(bench.cases[name])
-    times = time_in_turns([bench.subject(bench.cases[name], **settings) for settings in candidates], **timing)
+    with ThreadPoolExecutor() as threads:  # which compile
+        subjects = list(threads.map(lambda settings: bench.subject(bench.cases[name], **settings), candidates))
+    times = time_in_turns(subjects, **timing)
     fastest_first = sorted(zip(map(median, times), map(str, candidates), strict=True))
     return "\n".join(f"{name:32}{us:10.2f} us  {settings}" for us, settings in fastest_first)
 
