@@ -20,7 +20,7 @@ PAGE = 64
 LEAST_CALLS, LEAST_ROWS = 10, 128  # of one executable: calls, and rows of all its calls
 NEVER = 1e30  # no output is larger
 SCALE = published("v3").attention.softmax_scale
-TRIED = {"split_cost_pages": (0, 1, 2, 4, 8), "combine_blocks": (4, 8, 16), "chunk": (128, 256), "pair": (1, 2)}
+TRIED = {"split_cost_pages": (0, 1, 2, 4, 8), "combine_blocks": (4, 8, 16)}
 
 
 class MLADecodeBench:
@@ -66,8 +66,8 @@ class MLADecodeBench:
     def queries(self, case: DecodeCase) -> tuple[jax.Array, jax.Array]:
         """Latent and rope queries."""
         heads, rank, rope = case.shape
-        keys = zip(jax.random.split(jax.random.key(1)), (rank, rope), strict=True)
-        return tuple(jax.random.normal(key, (case.batch, 1, heads, width), jnp.bfloat16) for key, width in keys)
+        latent, rotated = jax.random.split(jax.random.key(1))
+        return _random_queries(latent, case.batch, heads, rank), _random_queries(rotated, case.batch, heads, rope)
 
     def entries(self, case: DecodeCase, **settings: Any) -> DecodeRows:
         """A row of each table, with the plan that a step makes once for all layers."""
@@ -139,6 +139,10 @@ class MLADecodeBench:
             return flash_mla_with_kvcache(q, cache, tables, lengths, rank, schedule, **options)[0]
 
         return attend
+
+
+def _random_queries(key: jax.Array, batch: int, heads: int, width: int) -> jax.Array:
+    return jax.random.normal(key, (batch, 1, heads, width), jnp.bfloat16)
 
 
 @lru_cache(maxsize=1)

@@ -6,6 +6,7 @@ from jax import lax
 from jax.experimental import pallas as pl  # noqa: F401  plgpu needs it imported first
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from dsjax.pallas_kernels.mla_decode.tiles import LOWEST
 from dsjax.pallas_kernels.mla_decode.work import DecodePlan
 
 
@@ -75,6 +76,3 @@ def combine(
         kernel_name="mla_decode_combine",
     )(partial, weight, plan.merges, plan.num_merges)
     return jax.freeze(ref)
-
-
-LOWEST = -1e30  # of log2 of weights; queries that see no key are below half of it

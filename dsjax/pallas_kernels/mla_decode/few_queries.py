@@ -8,14 +8,13 @@ operand comes from shared memory, about 1,100 cycles, a quarter of the time in w
 brings it; softmax and the waits between the three stages take about as long.
 """
 
-import math
-
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from dsjax.pallas_kernels.mla_decode.tiles import ACC, HALF, LOG2_E, LOWEST, RANK, ROPE, TILED, WGMMA
 from dsjax.pallas_kernels.mla_decode.work import (
     PAGE,
     DecodePlan,
@@ -25,13 +24,7 @@ from dsjax.pallas_kernels.mla_decode.work import (
     max_partials,
 )
 
-RANK, ROPE = 512, 64
-HALF = RANK // 2  # a copy to shared memory has at most 256 columns
 SLOTS = 2  # pages in shared memory
-LOWEST = -1e30  # of scores; finite, so that rows that see no key stay free of NaN
-LOG2_E = math.log2(math.e)
-WGMMA = plgpu.Layout.WGMMA
-TILED = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
 
 
 def attend_few(
@@ -131,7 +124,7 @@ def attend_few(
                     slot = lax.rem(segment.before + j - segment.first, SLOTS)
                     visible = segment.length - j * PAGE
                     plgpu.barrier_wait(full.at[slot])
-                    s = pl.run_scoped(lambda s: scores(s, slot), plgpu.ACC((PAGE, queries), jnp.float32))
+                    s = pl.run_scoped(lambda s: scores(s, slot), ACC((PAGE, queries), jnp.float32))
                     s = masked(s, visible)
                     new_top = jnp.maximum(top, s.max(axis=0))
                     decay = jnp.exp2(top - new_top)
@@ -179,7 +172,7 @@ def attend_few(
                     target.at[:, pl.ds(half * HALF, HALF)].transpose((1, 0))[...] = value
 
             def segment(segment: Segment) -> None:
-                sums = plgpu.ACC((HALF, queries), jnp.float32)
+                sums = ACC((HALF, queries), jnp.float32)
                 pl.run_scoped(lambda *sums: attend(segment, *sums), sums, sums)
 
             for_each_segment(parts, rows, part, segment)

@@ -9,11 +9,12 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from dsjax.pallas_kernels.mla_decode import few_queries, reference
+from dsjax.pallas_kernels.mla_decode import reference
 from dsjax.pallas_kernels.mla_decode.combine import combine
 from dsjax.pallas_kernels.mla_decode.few_queries import attend_few
 from dsjax.pallas_kernels.mla_decode.many_queries import BLOCK, attend_many
 from dsjax.pallas_kernels.mla_decode.reference import DecodeRows
+from dsjax.pallas_kernels.mla_decode.tiles import RANK, ROPE
 from dsjax.pallas_kernels.mla_decode.work import PAGE, DecodePlan, split_work
 from dsjax.telemetry import count, warn_once
 
@@ -23,14 +24,9 @@ MAX_FEW = 16  # queries a row that the few-queries form takes
 
 @dataclass(frozen=True)
 class TuningConfig:
-    """`split_cost_pages`: how much larger parts may be if rows then need no merging. `chunk`: see attend_many.
-
-    `pair`: blocks of a row that share its pages. `combine_blocks`: blocks per SM of the merging kernel.
-    """
+    """`split_cost_pages`: how much larger parts may be if rows then need no merging. `combine_blocks`: per SM."""
 
     split_cost_pages: int
-    chunk: int = 256
-    pair: int = 2
     combine_blocks: int = 16
 
 
@@ -90,15 +86,12 @@ def mla_decode(
     queries = tokens * heads
     config = config or tuning(queries)
     padding = (0, 0), (0, -queries % _multiple(queries)), (0, 0)
-    padded = (jnp.pad(q.reshape(batch, queries, -1), padding) for q in (q_latent, q_rope))
-    arguments = *padded, pool, layer.reshape(1), tables, decode.plan
-    if queries <= MAX_FEW:
-        results = attend_few(*arguments, tokens=tokens, heads=heads, scale=scale)
-    else:
-        pair = config.pair if _blocks(queries) % config.pair == 0 else 1
-        results = attend_many(*arguments, tokens=tokens, heads=heads, scale=scale, chunk=config.chunk, pair=pair)
+    latent, rope = (jnp.pad(q.reshape(batch, queries, -1), padding) for q in (q_latent, q_rope))
+    attend = attend_few if queries <= MAX_FEW else attend_many
+    results = attend(latent, rope, pool, layer.reshape(1), tables, decode.plan, tokens=tokens, heads=heads, scale=scale)
     unroll = min(max(2 * len(decode.plan.parts) // batch, 2), 8)  # about the splits of a row when all are alike
-    out = combine(*results, decode.plan, blocks=num_sms * config.combine_blocks, unroll=unroll)
+    blocks = num_sms * config.combine_blocks
+    out = combine(*results, plan=decode.plan, blocks=blocks, unroll=unroll)
     return out[:, :queries].reshape(batch, tokens, heads, rank)
 
 
@@ -113,4 +106,4 @@ def _multiple(queries: int) -> int:
 
 def _supported(q_latent: jax.Array, q_rope: jax.Array, pool: jax.Array) -> bool:
     sizes = q_latent.shape[-1], q_rope.shape[-1], pool.shape[2]
-    return sizes == (few_queries.RANK, few_queries.ROPE, PAGE) and q_latent.dtype == pool.dtype == jnp.bfloat16
+    return sizes == (RANK, ROPE, PAGE) and q_latent.dtype == pool.dtype == jnp.bfloat16

@@ -6,14 +6,11 @@ odd ones, and each adds every page's values to its half of the output. What the 
 in shared memory: the running maximum, and the weights P in the place of the page's rope keys, which nobody reads any
 more. So one warpgroup's softmax runs while the other one multiplies. The order of pages is the order of the additions.
 
-Blocks of one row are a cluster in pairs and read each page once, each of the two sending half of it to both.
-
 Cost, per row, block and page: 64 * 64 * (576 + 512) multiply-adds, and 72 KiB from memory per row and page. Shared
 memory holds two pages beside the queries, so the time of a pair of pages is bound by a chain: copy, scores, softmax,
 values, and only then the next copy into the same place.
 """
 
-import math
 from functools import partial as bind
 
 import jax
@@ -22,6 +19,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from dsjax.pallas_kernels.mla_decode.tiles import ACC, HALF, LOG2_E, LOWEST, RANK, ROPE, TILED, WGMMA
 from dsjax.pallas_kernels.mla_decode.work import (
     PAGE,
     DecodePlan,
@@ -31,13 +29,7 @@ from dsjax.pallas_kernels.mla_decode.work import (
     max_partials,
 )
 
-RANK, ROPE = 512, 64
-HALF = RANK // 2  # value channels of a warpgroup
 BLOCK = 64  # queries
-LOWEST = -1e30  # of scores; finite, so that rows that see no key stay free of NaN
-LOG2_E = math.log2(math.e)
-WGMMA = plgpu.Layout.WGMMA
-TILED = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
 COPIER_REGISTERS, COMPUTER_REGISTERS = 24, 240
 
 
@@ -52,13 +44,10 @@ def attend_many(
     tokens: int,
     heads: int,
     scale: float,
-    chunk: int,
-    pair: int,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Attention of q_latent [B, N, C] and q_rope [B, N, R], bf16, N a multiple of 64.
 
-    tokens * heads of the N queries are real, tokens outermost. `chunk`: value channels per copy, 128 or 256. `pair`:
-    blocks of a row that form a cluster, 1 or 2.
+    tokens * heads of the N queries are real, tokens outermost.
 
     Returns out [B, N, C] for rows in one part of the plan, and for others partial results [slots, 1, N, C] with log2 of
     their weights [slots, N], float32. What belongs to neither is left unwritten.
@@ -66,15 +55,12 @@ def attend_many(
     batch, queries, _ = q_latent.shape
     dtype = q_latent.dtype
     num_parts, blocks = plan.parts.shape[0], queries // BLOCK
-    chunks = RANK // chunk  # of a page; a warpgroup's half is the first or the second half of them
-    multicast = {"collective_axes": "pair"} if pair > 1 else {}
 
     def kernel(layer, q_latent, q_rope, pool, tables, parts, rows, out, partial, weight, *scratch):
         k_value, k_rope, q_latent_smem, q_rope_smem, tops, totals, *barriers = scratch
         full, full_rope, free, free_rope, q_full, q_free, weights_ready, totals_ready = barriers
         warpgroup = lax.axis_index("warpgroup")
-        index = lax.axis_index("block") * pair + (lax.axis_index("pair") if pair > 1 else 0)
-        part, block = index // blocks, lax.rem(index, blocks)
+        part, block = lax.axis_index("part"), lax.axis_index("block")
         block_queries = pl.ds(block * BLOCK, BLOCK)
 
         def copy():
@@ -91,19 +77,18 @@ def attend_many(
 
                 def page(j, page) -> None:
                     slot = lax.rem(j - segment.first, 2)
-                    for c in range(chunks):
-                        place = chunks * slot + c
-                        plgpu.barrier_wait(free.at[place])
-                        source = pool.at[layer_index, page, :, pl.ds(c * chunk, chunk)]
-                        plgpu.copy_gmem_to_smem(source, k_value.at[slot, c], full.at[place], **multicast)
+                    for half in range(2):
+                        plgpu.barrier_wait(free.at[2 * slot + half])
+                        source = pool.at[layer_index, page, :, pl.ds(half * HALF, HALF)]
+                        plgpu.copy_gmem_to_smem(source, k_value.at[slot, half], full.at[2 * slot + half])
                     plgpu.barrier_wait(free_rope.at[slot])
                     source = pool.at[layer_index, page, :, pl.ds(RANK, ROPE)]
-                    plgpu.copy_gmem_to_smem(source, k_rope.at[slot], full_rope.at[slot], **multicast)
+                    plgpu.copy_gmem_to_smem(source, k_rope.at[slot], full_rope.at[slot])
 
                 for_each_page(tables, segment, page)
 
             for_each_segment(parts, rows, part, segment)
-            for place in range(2 * chunks):
+            for place in range(4):
                 plgpu.barrier_wait(free.at[place])
             for slot in range(2):
                 plgpu.barrier_wait(free_rope.at[slot])
@@ -113,10 +98,10 @@ def attend_many(
             """What warpgroup `mine` does: pages in slot `mine` are its own, it adds values of its half of all pages."""
             plgpu.set_max_registers(COMPUTER_REGISTERS, action="increase")
             theirs = 1 - mine
-            my_chunks = range(mine * chunks // 2, (mine + 1) * chunks // 2)
 
-            def release_chunk(slot: int, c: int) -> None:
-                plgpu.barrier_arrive(free.at[chunks * slot + c])
+            def release(slot: int) -> None:
+                plgpu.barrier_arrive(free.at[2 * slot + mine])
+                plgpu.barrier_arrive(free_rope.at[slot])
 
             def column(value):
                 return plgpu.layout_cast(jnp.full((BLOCK,), value, jnp.float32), WGMMA.reduce(1))
@@ -125,11 +110,9 @@ def attend_many(
                 return lax.broadcast_in_dim(vector, shape, [0])
 
             def start_scores(s, zero) -> None:
-                for c in range(chunks):
-                    plgpu.barrier_wait(full.at[chunks * mine + c])
-                    half, begin = divmod(c * chunk, HALF)
-                    queries = q_latent_smem.at[half + zero, :, pl.ds(begin, chunk)]
-                    plgpu.wgmma(s, queries, k_value.at[mine + zero, c].transpose((1, 0)))
+                for half in range(2):
+                    plgpu.barrier_wait(full.at[2 * mine + half])
+                    plgpu.wgmma(s, q_latent_smem.at[half + zero], k_value.at[mine + zero, half].transpose((1, 0)))
                 plgpu.barrier_wait(full_rope.at[mine])
                 plgpu.wgmma(s, q_rope_smem.at[zero], k_rope.at[mine + zero].transpose((1, 0)))
 
@@ -141,50 +124,51 @@ def attend_many(
                     key = key + (tokens - 1 - query // heads)
                 return jnp.where(key < visible, s, LOWEST / (scale * LOG2_E))
 
-            def softmax(s, visible, top, total, before_handing_over=lambda: None):
+            def softmax(s, visible, state, zero, before_handing_over=lambda: None):
                 """Hands weights and maximum of my page over; returns the new maximum and total, and the decay."""
-                s = masked(s, visible)
+                top, total = state
+                s = lax.cond(visible < PAGE + tokens - 1, lambda s: masked(s, visible), lambda s: s, s)
                 new_top = jnp.maximum(top, s.max(axis=1) * (scale * LOG2_E))
                 decay = jnp.exp2(top - new_top)
                 weights = jnp.exp2(s * (scale * LOG2_E) - across(new_top, s.shape))
                 total = total * decay + weights.sum(axis=1)
                 before_handing_over()
-                k_rope[mine] = weights.astype(dtype)
+                k_rope[mine + zero] = weights.astype(dtype)
                 tops[mine] = new_top
                 plgpu.commit_smem()
                 plgpu.barrier_arrive(weights_ready.at[mine])
                 return new_top, total, decay
 
-            def take_over(top, total):
+            def take_over(state):
                 """Maximum, total and decay after the other warpgroup's page."""
+                top, total = state
                 plgpu.barrier_wait(weights_ready.at[theirs])
                 new_top = plgpu.load(tops.at[theirs], layout=WGMMA.reduce(1))
                 decay = jnp.exp2(top - new_top)
                 return new_top, total * decay, decay
 
-            def clear_behind(slot: int, visible) -> None:
+            def clear_behind(slot: int, visible, zero) -> None:
                 """Values behind the row's end get weight 0, which NaN would survive."""
-                for c in my_chunks:
-                    for begin in range(0, chunk, 64):
-                        values = k_value.at[slot, c, :, pl.ds(begin, 64)]
-                        key = plgpu.broadcasted_iota(jnp.int32, (PAGE, 64), 0, layout=WGMMA)
-                        kept = plgpu.load(values, layout=WGMMA)
-                        values[...] = jnp.where(key < visible, kept, jnp.zeros_like(kept))
+                key = plgpu.broadcasted_iota(jnp.int32, (PAGE, 64), 0, layout=WGMMA)
+
+                def tile(i, _) -> None:  # a loop keeps its registers few
+                    values = k_value.at[slot + zero, mine, :, pl.ds(pl.multiple_of(i * 64, 64), 64)]
+                    kept = plgpu.load(values, layout=WGMMA)
+                    values[...] = jnp.where(key < visible, kept, jnp.zeros_like(kept))
+
+                lax.fori_loop(0, HALF // 64, tile, None)
                 plgpu.commit_smem()
 
-            def start_values(sums, slot: int, visible, decay, zero) -> None:
-                pl.when(visible < PAGE)(lambda: clear_behind(slot, visible))
-                for o, c in zip(sums, my_chunks, strict=True):
-                    o[...] = plgpu.wgmma_accumulator_load(o, wait_n=None) * across(decay, o.shape)
-                    plgpu.wgmma(o, k_rope.at[slot + zero], k_value.at[slot + zero, c])
+            def start_values(o, slot: int, visible, decay, zero) -> None:
+                pl.when(visible < PAGE)(lambda: clear_behind(slot, visible, zero))
+                o[...] = plgpu.wgmma_accumulator_load(o, wait_n=None) * across(decay, o.shape)
+                plgpu.wgmma(o, k_rope.at[slot + zero], k_value.at[slot + zero, mine])
 
             def finish_values(slot: int) -> None:
-                for behind, c in zip(reversed(range(len(my_chunks))), my_chunks, strict=True):
-                    plgpu.wgmma_wait(behind)
-                    release_chunk(slot, c)
-                plgpu.barrier_arrive(free_rope.at[slot])
+                plgpu.wgmma_wait(0)
+                release(slot)
 
-            def even_page(segment: Segment, sums, i, state):
+            def even_page(segment: Segment, o, i, state):
                 """The first warpgroup's part in pages 2 i and 2 i + 1 of a segment."""
                 zero = _always_zero(i)
                 visible = segment.length - (segment.first + 2 * i) * PAGE
@@ -193,92 +177,84 @@ def attend_many(
                     start_scores(s, zero)
                     return s[...]
 
-                s = pl.run_scoped(scores, plgpu.ACC((BLOCK, PAGE), jnp.float32))
-                *state, decay = softmax(s, visible, *state)
-                start_values(sums, 0, visible, decay, zero)
+                s = pl.run_scoped(scores, ACC((BLOCK, PAGE), jnp.float32))
+                top, total, decay = softmax(s, visible, state, zero)
+                start_values(o, 0, visible, decay, zero)
                 finish_values(0)
 
-                def odd(top, total):
-                    top, total, decay = take_over(top, total)
-                    for c in my_chunks:
-                        plgpu.barrier_wait(full.at[chunks + c])
-                    start_values(sums, 1, visible - PAGE, decay, zero)
+                def odd(state):
+                    top, total, decay = take_over(state)
+                    plgpu.barrier_wait(full.at[2 + mine])
+                    start_values(o, 1, visible - PAGE, decay, zero)
                     finish_values(1)
                     return top, total
 
-                return lax.cond(segment.first + 2 * i + 1 < segment.end, odd, lambda *state: state, *state)
+                return lax.cond(segment.first + 2 * i + 1 < segment.end, odd, lambda state: state, (top, total))
 
-            def odd_page(segment: Segment, sums, i, state):
+            def odd_page(segment: Segment, o, i, state):
                 """The second warpgroup's part in pages 2 i and 2 i + 1 of a segment."""
                 zero = _always_zero(i)
                 visible = segment.length - (segment.first + 2 * i) * PAGE
 
-                def even(top, total):
-                    top, total, decay = take_over(top, total)
-                    for c in my_chunks:
-                        plgpu.barrier_wait(full.at[c])
-                    start_values(sums, 0, visible, decay, zero)
+                def even(state):
+                    top, total, decay = take_over(state)
+                    plgpu.barrier_wait(full.at[mine])
+                    start_values(o, 0, visible, decay, zero)
                     return top, total
 
-                def both(*state):
+                def both(state):
                     def scores(s):
                         start_scores(s, zero)
-                        state_after_even = even(*state)
-                        return plgpu.wgmma_accumulator_load(s, wait_n=len(my_chunks)), *state_after_even
+                        after_even = even(state)
+                        return plgpu.wgmma_accumulator_load(s, wait_n=1), after_even
 
-                    s, *state_after_even = pl.run_scoped(scores, plgpu.ACC((BLOCK, PAGE), jnp.float32))
-                    *state_after_odd, decay = softmax(s, visible - PAGE, *state_after_even, lambda: finish_values(0))
-                    start_values(sums, 1, visible - PAGE, decay, zero)
+                    s, after_even = pl.run_scoped(scores, ACC((BLOCK, PAGE), jnp.float32))
+                    top, total, decay = softmax(s, visible - PAGE, after_even, zero, lambda: finish_values(0))
+                    start_values(o, 1, visible - PAGE, decay, zero)
                     finish_values(1)
-                    return tuple(state_after_odd)
+                    return top, total
 
-                def even_only(*state):
-                    state = even(*state)
+                def even_only(state):
+                    after_even = even(state)
                     finish_values(0)
-                    return state
+                    return after_even
 
-                return lax.cond(segment.first + 2 * i + 1 < segment.end, both, even_only, *state)
+                return lax.cond(segment.first + 2 * i + 1 < segment.end, both, even_only, state)
 
-            def attend(segment: Segment, *sums) -> None:
+            def attend(segment: Segment, o) -> None:
                 plgpu.barrier_wait(q_full)
-                pages = bind(even_page if mine == 0 else odd_page, segment, sums)
+                pages = bind(even_page if mine == 0 else odd_page, segment, o)
                 state = column(LOWEST), column(0.0)
                 top, total = lax.fori_loop(0, (segment.end - segment.first + 1) // 2, pages, state)
                 totals[mine] = total
                 plgpu.commit_smem()
                 plgpu.barrier_arrive(totals_ready)
                 plgpu.barrier_wait(totals_ready)
-                write(segment, sums, top, total + plgpu.load(totals.at[theirs], layout=WGMMA.reduce(1)))
+                write(segment, o, top, total + plgpu.load(totals.at[theirs], layout=WGMMA.reduce(1)))
                 plgpu.barrier_arrive(q_free)
 
-            def write(segment: Segment, sums, top, total) -> None:
-                inverse = jnp.where(top > LOWEST / 2, 1 / total, 0.0)
-                results = [o[...] * across(inverse, o.shape) for o in sums]
+            def write(segment: Segment, o, top, total) -> None:
+                result = o[...] * across(jnp.where(top > LOWEST / 2, 1 / total, 0.0), o.shape)
+                columns = pl.ds(mine * HALF, HALF)
 
                 @pl.when(segment.slot < 0)
                 def _whole():
-                    for i, result in enumerate(results):
-                        q_latent_smem.at[mine, :, pl.ds(i * chunk, chunk)][...] = result.astype(dtype)
+                    q_latent_smem[mine] = result.astype(dtype)
                     plgpu.commit_smem()
-                    target = out.at[segment.entry, block_queries, pl.ds(mine * HALF, HALF)]
-                    plgpu.copy_smem_to_gmem(q_latent_smem.at[mine], target)
+                    plgpu.copy_smem_to_gmem(q_latent_smem.at[mine], out.at[segment.entry, block_queries, columns])
                     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
                 @pl.when(segment.slot >= 0)
                 def _partial():
-                    for c, result in zip(my_chunks, results, strict=True):
-                        partial.at[segment.slot, 0, block_queries, pl.ds(c * chunk, chunk)][...] = result
+                    partial.at[segment.slot, 0, block_queries, columns][...] = result
                     if mine == 0:
                         weight.at[segment.slot, block_queries][...] = top + jnp.log2(total)
 
             def segment(segment: Segment) -> None:
-                sums = [plgpu.ACC((BLOCK, chunk), jnp.float32)] * len(my_chunks)
-                pl.run_scoped(lambda *sums: attend(segment, *sums), *sums)
+                pl.run_scoped(lambda o: attend(segment, o), ACC((BLOCK, HALF), jnp.float32))
 
             for slot in range(2):
-                for c in my_chunks:
-                    release_chunk(slot, c)
-                plgpu.barrier_arrive(free_rope.at[slot])
+                release(slot)
             plgpu.barrier_arrive(q_free)
             for_each_segment(parts, rows, part, segment)
 
@@ -288,7 +264,6 @@ def attend_many(
 
     slots = max_partials(num_parts)
     smem = lambda *shape: plgpu.SMEM(shape, dtype, transforms=TILED)  # noqa: E731
-    Free = bind(plgpu.ClusterBarrier, collective_axes=("pair",)) if pair > 1 else plgpu.Barrier
     return plgpu.kernel(
         kernel,
         out_type=(
@@ -296,23 +271,21 @@ def attend_many(
             jax.ShapeDtypeStruct((slots, 1, queries, RANK), jnp.float32),
             jax.ShapeDtypeStruct((slots, queries), jnp.float32),
         ),
-        grid=(num_parts * blocks // pair,),
-        grid_names=("block",),
-        cluster=(pair,) if pair > 1 else (),
-        cluster_names=("pair",) if pair > 1 else (),
+        grid=(num_parts, blocks),
+        grid_names=("part", "block"),
         num_threads=3,
         thread_name="warpgroup",
         scratch_types=[
-            smem(2, chunks, PAGE, chunk),
+            smem(2, 2, PAGE, HALF),
             smem(2, PAGE, ROPE),
             smem(2, BLOCK, HALF),
             smem(1, BLOCK, ROPE),
             plgpu.SMEM((2, BLOCK), jnp.float32),
             plgpu.SMEM((2, BLOCK), jnp.float32),
-            plgpu.Barrier(num_barriers=2 * chunks),
+            plgpu.Barrier(num_barriers=4),
             plgpu.Barrier(num_barriers=2),
-            Free(num_barriers=2 * chunks),
-            Free(num_arrivals=2, num_barriers=2),
+            plgpu.Barrier(num_barriers=4),
+            plgpu.Barrier(num_arrivals=2, num_barriers=2),
             plgpu.Barrier(num_arrivals=3),
             plgpu.Barrier(num_arrivals=2),
             plgpu.Barrier(num_barriers=2),
