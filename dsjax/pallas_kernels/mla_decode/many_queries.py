@@ -6,9 +6,14 @@ odd ones, and each adds every page's values to its half of the output. What the 
 in shared memory: the running maximum, and the weights P in the place of the page's rope keys, which nobody reads any
 more. So one warpgroup's softmax runs while the other one multiplies. The order of pages is the order of the additions.
 
-Cost, per row, block and page: 64 * 64 * (576 + 512) multiply-adds, and 72 KiB from memory per row and page. Shared
-memory holds two pages beside the queries, so the time of a pair of pages is bound by a chain: copy, scores, softmax,
-values, and only then the next copy into the same place.
+Cost, per row, block and page: 64 * 64 * (576 + 512) multiply-adds, and 72 KiB from memory per row and page. Floor:
+bytes / 4.3 TB/s, or operations / 790 TFLOP/s.
+
+What limits it: shared memory holds two pages beside the queries, so copy, scores, softmax and values of a page come one
+after the other before the next one can be copied to its place. On an H200, with 64 rows of 4096 keys and 128 heads, ncu
+finds memory busy for 52% of the time, L2 for 74%, shared memory for 54%, and an instruction issued in 27% of the
+cycles; timestamps in the kernel give 0.7 us for scores, 0.6 for softmax, 0.7 for values, 2.4 until a copy has arrived,
+and 4.4 for a pair of pages. Sending pages to both blocks of a row as a cluster, or smaller copies, made it no faster.
 """
 
 from functools import partial as bind
