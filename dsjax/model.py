@@ -5,6 +5,7 @@ handed to the compiled segments as arguments.
 """
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -47,6 +48,22 @@ class DecoderLayer(nnx.Module):
             self.ffn = DenseFFN(hidden, config.dense_width, PreNorm.leave, dtype, tp)
 
 
+@dataclass(frozen=True)
+class PlanDecode:
+    """Makes the plan that decoding attention wants once a step, by `plan` of MLADecode.
+
+    `queries`: per row and device. `num_sms`: of each device.
+    """
+
+    plan: Callable
+    queries: int
+    num_sms: int
+
+    def __call__(self, page_tables: dict[str, jax.Array], rows: jax.Array, lengths: jax.Array) -> Any:
+        """Page tables by kind, rows and lengths int32 [B] of decode entries -> DecodeRows.plan."""
+        return self.plan(page_tables[LATENT], rows, lengths, queries=self.queries, num_sms=self.num_sms)
+
+
 class Model(nnx.Module):
     """A DeepSeek language model of any supported generation.
 
@@ -71,11 +88,10 @@ class Model(nnx.Module):
         return (PageKind(LATENT, (pool,)),)
 
     @property
-    def plan_decode(self) -> Callable[[dict, jax.Array, jax.Array], Any]:
-        """Page tables, rows and lengths int32 [B] of decode entries -> the plan that attention wants once a step."""
+    def plan_decode(self) -> "PlanDecode":
+        """What makes the plan of decoding attention, equal for equal models."""
         heads = self.config.attention.num_heads // self.tp.size  # of each device
-        plan = partial(self.ops.mla_decode.plan, queries=heads)
-        return lambda page_tables, rows, lengths: plan(page_tables[LATENT], rows, lengths)
+        return PlanDecode(self.ops.mla_decode.plan, heads, self.ops.num_sms)
 
     @property
     def hidden_shape(self) -> tuple[int, ...]:

@@ -31,7 +31,7 @@ def forward(
 ) -> np.ndarray:
     """Logits [len(tokens), V] of a golden checkpoint, with another `config` or edited weights if given."""
     count, mesh = len(tokens), make_mesh(1)
-    model = abstract_model(config or ModelConfig.load(GOLDEN / case), "float32", Ops.for_target("cpu"))
+    model = abstract_model(config or ModelConfig.load(GOLDEN / case), "float32", Ops.references())
     keys = [ProgramKey("mixed", count), ProgramKey("logits", count)]
     planned = [p for p in plan_programs(model, Buckets((count,), (count,), (count,)), "piece") if p.key in keys]
     programs = eager_programs(planned, model.dtype)

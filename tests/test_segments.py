@@ -8,7 +8,7 @@ import pytest
 from dsjax import LLM
 from dsjax.aot.compile import donated_bytes
 from dsjax.aot.ladders import Buckets
-from dsjax.aot.planner import ProgramKey, plan_programs
+from dsjax.aot.planner import PlannedProgram, ProgramKey, plan_programs
 from dsjax.config import ModelConfig
 from dsjax.model import abstract_model
 from dsjax.pallas_kernels import Ops
@@ -18,10 +18,14 @@ from tests.conftest import GOLDEN
 PIECES = 4
 
 
+def programs(plan: str) -> list[PlannedProgram]:
+    """The programs of a model that is made anew."""
+    model = abstract_model(ModelConfig.load(GOLDEN / "v3"), "float32", Ops.references())
+    return plan_programs(model, Buckets((16,), (8,), (8,)), plan)
+
+
 def body(plan: str, kind: str = "mixed") -> tuple[Link, ...]:
-    model = abstract_model(ModelConfig.load(GOLDEN / "v3"), "float32", Ops.for_target("cpu"))
-    planned = plan_programs(model, Buckets((16,), (8,), (8,)), plan)
-    return next(program.links for program in planned if program.key.kind == kind)
+    return next(program.links for program in programs(plan) if program.key.kind == kind)
 
 
 def test_one_executable_per_kind_of_layer():
@@ -34,6 +38,11 @@ def test_one_executable_per_kind_of_layer():
     assert len(pieces) == 2 + 3 * PIECES + 1
     assert len({link.chain for link in pieces}) == 2 + PIECES + 2 + 1, "attn_out and ffn differ between layer kinds"
     assert len(body("step")) == 1
+
+
+@pytest.mark.parametrize("plan", ["piece", "layer", "step"])
+def test_programs_of_equal_models_are_equal(plan: str):
+    assert programs(plan) == programs(plan)
 
 
 def test_layers_are_arguments_within_a_layer_and_constants_across():

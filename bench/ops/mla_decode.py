@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any
 
@@ -12,7 +11,8 @@ import numpy as np
 
 from bench.ops import Work
 from bench.timing import JaxChain, TorchGraph
-from dsjax.pallas_kernels.mla_decode import IMPLEMENTATIONS, DecodeRows, hopper
+from dsjax.aot.targets import num_sms_of
+from dsjax.pallas_kernels.mla_decode import IMPLEMENTATIONS, DecodeRows
 from dsjax.pallas_kernels.mla_decode.shapes import CASES, DecodeCase, DecodeShape
 from dsjax.published import published
 
@@ -20,7 +20,7 @@ PAGE = 64
 LEAST_CALLS, LEAST_ROWS = 10, 128  # of one executable: calls, and rows of all its calls
 NEVER = 1e30  # no output is larger
 SCALE = published("v3").attention.softmax_scale
-TRIED = {"split_cost_pages": (0, 1, 2, 4, 8), "combine_blocks": (4, 8, 16)}
+SPLIT_COST_PAGES = (0, 1, 2, 4, 8)  # that are tried
 
 
 class MLADecodeBench:
@@ -72,25 +72,23 @@ class MLADecodeBench:
     def entries(self, case: DecodeCase, **settings: Any) -> DecodeRows:
         """A row of each table, with the plan that a step makes once for all layers."""
         rows, lengths = jnp.arange(case.batch), jnp.full(case.batch, case.context, jnp.int32)
-        plan = jax.jit(self.implementation.plan, static_argnames=("queries", *settings))
-        return DecodeRows(rows, lengths, plan(self.tables(case), rows, lengths, queries=case.shape.heads, **settings))
+        plan = jax.jit(self._plan(case, **settings))
+        return DecodeRows(rows, lengths, plan(self.tables(case), rows, lengths))
 
     def candidates(self, case: DecodeCase) -> list[dict[str, Any]]:
-        """Settings of `subject`: the tuned configuration of the Hopper kernel, and others with one field changed."""
-        tuned = hopper.tuning(case.shape.heads)
-        others = [replace(tuned, **{field: value}) for field, values in TRIED.items() for value in values]
-        return [{"config": config} for config in dict.fromkeys([tuned, *others])]
+        """Settings of the Hopper kernel's plan, for `subject`."""
+        return [{"split_cost_pages": pages} for pages in SPLIT_COST_PAGES]
 
     def calls(self, case: DecodeCase) -> int:
         """Calls of one executable."""
         return max(LEAST_CALLS, -(-LEAST_ROWS // case.batch))
 
     def subject(self, case: DecodeCase, **settings: Any) -> JaxChain:
-        """The implementation of dsjax, with its plan made beforehand."""
+        """The implementation of dsjax, with its plan, which `settings` are for, made beforehand."""
         latent, rotated = self.queries(case)
         inputs = rotated, self.pool(case), self.tables(case), self.entries(case, **settings)
-        options = {"attend": self.implementation.attend, "options": tuple(settings.items()), "calls": self.calls(case)}
-        key = case.batch, case.shape.heads, options["options"]  # an executable serves all contexts
+        options = {"attend": self.implementation.attend, "calls": self.calls(case)}
+        key = case.batch, case.shape.heads  # an executable serves all contexts
         if key not in self._executables:
             self._executables[key] = _attend_in_chain.lower(latent, latent, inputs=inputs, **options).compile()
         step = partial(self._executables[key], inputs=inputs)
@@ -107,8 +105,7 @@ class MLADecodeBench:
         entries = self.entries(case)
         if not jax.tree.leaves(entries.plan):
             return None
-        plan = partial(self.implementation.plan, queries=case.shape.heads)
-        step = partial(_plan_in_chain, plan=plan, tables=self.tables(case), rows=entries.rows)
+        step = partial(_plan_in_chain, plan=self._plan(case), tables=self.tables(case), rows=entries.rows)
         return JaxChain(self.name, LEAST_CALLS, step, (entries.lengths,))
 
     def anchor(self, case: DecodeCase, subject: JaxChain) -> TorchGraph:
@@ -122,6 +119,11 @@ class MLADecodeBench:
         out, query = subject.state
         wanted = self._flash_mla(case, query)((self.calls(case) - 1) % len(self.pool(case))).float().cpu().numpy()
         return float(np.linalg.norm(np.asarray(out, np.float32) - wanted) / np.linalg.norm(wanted))
+
+    def _plan(self, case: DecodeCase, **settings: Any) -> Callable[[jax.Array, jax.Array, jax.Array], Any]:
+        """plan(tables, rows, lengths) of the implementation, for this case and device."""
+        num_sms = num_sms_of(jax.devices()[0])
+        return partial(self.implementation.plan, queries=case.shape.heads, num_sms=num_sms, **settings)
 
     def _flash_mla(self, case: DecodeCase, latent: jax.Array) -> Callable[[int], Any]:
         """attend(layer) -> [B, 1, H, C], on the arrays of the subject and the latent query `latent`."""
@@ -153,8 +155,8 @@ def _random_pool(layers: int, pages: int, width: int) -> jax.Array:
     return jnp.tile(one, (layers, 1, 1, 1))
 
 
-@partial(jax.jit, static_argnames=("attend", "options", "calls"), donate_argnums=(0, 1), keep_unused=True)
-def _attend_in_chain(latent, before, *, inputs, attend: Callable, options: tuple[tuple[str, Any], ...], calls: int):
+@partial(jax.jit, static_argnames=("attend", "calls"), donate_argnums=(0, 1), keep_unused=True)
+def _attend_in_chain(latent, before, *, inputs, attend: Callable, calls: int):
     """`calls` calls, each on another layer, with the output of the one before as its latent query.
 
     Returns the last output and its query; `before` only gives its memory.
@@ -163,7 +165,7 @@ def _attend_in_chain(latent, before, *, inputs, attend: Callable, options: tuple
     for call in range(calls):
         layer = jnp.int32(call % len(pool))
         before = latent
-        latent = attend(before, rotated, pool, layer, tables, entries, scale=SCALE, **dict(options))
+        latent = attend(before, rotated, pool, layer, tables, entries, scale=SCALE)
     return latent, before
 
 

@@ -38,8 +38,9 @@ class Blueprint:
     def draw(cls, config: ModelConfig, options: EngineOptions) -> "Blueprint":
         """The blueprint of a model on this machine. Raises OptionError if the options do not fit it."""
         mesh = make_mesh(options.tp)
-        deployment = resolve(options, config, target_of(mesh.devices.flat[0]))
-        ops = Ops.deterministic() if deployment.deterministic else Ops.for_target(deployment.target)
+        device = mesh.devices.flat[0]
+        deployment = resolve(options, config, target_of(device))
+        ops = Ops.deterministic() if deployment.deterministic else Ops.for_device(device)
         tp = TensorParallel(options.tp, in_order=deployment.deterministic)
         model = abstract_model(config, deployment.dtype, ops, tp)
         plan = "piece" if deployment.plan == "off" else deployment.plan

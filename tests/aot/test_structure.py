@@ -42,7 +42,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
     fewer = {"num_hidden_layers": LAYERS, "n_routed_experts": EXPERTS}
     config = json.loads((FOLDER / MODELS["v2_lite"]).read_text()) | fewer
     (folder / "config.json").write_text(json.dumps(config))
-    return abstract_model(ModelConfig.load(folder), jnp.bfloat16, Ops.for_target("hopper"))
+    return abstract_model(ModelConfig.load(folder), jnp.bfloat16, Ops.for_device(h200()))
 
 
 @pytest.fixture(scope="module", params=["decode", "tail"])

@@ -30,7 +30,7 @@ TOKENS = np.random.default_rng(1).integers(0, 256, 70).tolist()
 
 
 def model_of(config: ModelConfig, tp: int = 1, dtype: str = "float32") -> Model:
-    return abstract_model(config, dtype, Ops.for_target("cpu"), TensorParallel(tp))
+    return abstract_model(config, dtype, Ops.references(), TensorParallel(tp))
 
 
 def abstract_weights(model: Model) -> dict[str, jax.ShapeDtypeStruct | BlockScaled]:

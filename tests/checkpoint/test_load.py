@@ -22,7 +22,7 @@ from tests.conftest import GOLDEN, SMALL
 
 
 def model_of(config: ModelConfig) -> Model:
-    return abstract_model(config, "float32", Ops.for_target("cpu"))
+    return abstract_model(config, "float32", Ops.references())
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from dsjax.aot.targets import num_sms_of
 from dsjax.pallas_kernels.mla_decode import DecodeRows
 from dsjax.pallas_kernels.mla_decode.hopper import mla_decode, plan
 from dsjax.pallas_kernels.mla_decode.shapes import SHAPES, DecodeShape
@@ -57,7 +58,8 @@ class Inputs:
         """The kernel on these inputs."""
         rows, lengths = jnp.arange(len(self.lengths)), jnp.asarray(self.lengths, jnp.int32)
         tables = jnp.asarray(self.tables)
-        made = jax.jit(partial(plan, queries=self.q.shape[1] * self.q.shape[2]))(tables, rows, lengths)
+        queries, num_sms = self.q.shape[1] * self.q.shape[2], num_sms_of(jax.devices()[0])
+        made = jax.jit(partial(plan, queries=queries, num_sms=num_sms))(tables, rows, lengths)
         latent, rope = jnp.split(jnp.asarray(self.q), [self.shape.rank], axis=-1)
         decode = DecodeRows(rows, lengths, made)
         return partial(mla_decode, latent, rope, self.pool, jnp.int32(1), tables, decode, scale=SCALE)

@@ -1,7 +1,6 @@
 """The Hopper kernel of MLA decode, simulated on CPUs with race detection, against float64 attention row by row."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +8,7 @@ import numpy as np
 import pytest
 
 from dsjax.pallas_kernels.mla_decode import DecodeRows
-from dsjax.pallas_kernels.mla_decode.hopper import mla_decode, plan, tuning
+from dsjax.pallas_kernels.mla_decode.hopper import mla_decode, plan
 from tests.pallas_kernels.interpreting import interpreted
 from tests.pallas_kernels.latents import Cache, attend_latents, random_cache
 
@@ -32,16 +31,13 @@ def bf16_cache(rng: np.random.Generator, lengths: Sequence[int]) -> Cache:
 
 def decode(q: np.ndarray, cache: Cache, lengths: Sequence[int], rows: Sequence[int], num_sms: int) -> np.ndarray:
     """Layer 1 of the cache, in float64."""
-    queries = q.shape[1] * q.shape[2]
-    on_grid = {"num_sms": num_sms, "config": replace(tuning(queries), combine_blocks=1)}  # a small grid is quicker
     tables, of_rows = jnp.asarray(cache.tables), jnp.asarray(lengths, jnp.int32)
     entries = jnp.asarray(rows, jnp.int32)
-    decode_rows = DecodeRows(entries, of_rows, plan(tables, entries, of_rows, queries=queries, **on_grid))
+    made = plan(tables, entries, of_rows, queries=q.shape[1] * q.shape[2], num_sms=num_sms)
+    decode_rows = DecodeRows(entries, of_rows, made)
     latent, rope = jnp.split(jnp.asarray(q), [RANK], axis=-1)
     with interpreted():
-        out = mla_decode(
-            latent, rope, jnp.asarray(cache.pool), jnp.int32(1), tables, decode_rows, scale=SCALE, **on_grid
-        )
+        out = mla_decode(latent, rope, jnp.asarray(cache.pool), jnp.int32(1), tables, decode_rows, scale=SCALE)
         return np.asarray(jax.block_until_ready(out), np.float64)
 
 

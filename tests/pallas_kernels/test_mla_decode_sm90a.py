@@ -6,10 +6,11 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from dsjax.aot.targets import num_sms_of
 from dsjax.pallas_kernels.mla_decode import DecodeRows
 from dsjax.pallas_kernels.mla_decode.hopper import mla_decode, plan
 from dsjax.pallas_kernels.mla_decode.shapes import SHAPES, DecodeShape
-from tests.pallas_kernels.sm90a import Compiled, compile_for_h200
+from tests.pallas_kernels.sm90a import Compiled, compile_for_h200, h200
 
 ENTRIES, ROWS, PAGES_OF_ROW = 16, 32, 100
 POOL = (4, 1000, 64)
@@ -26,7 +27,8 @@ def compile_layers(shape: DecodeShape, tokens: int, layers: int = 1) -> Compiled
 
     lengths = jax.ShapeDtypeStruct((ENTRIES,), jnp.int32)
     tables = jax.ShapeDtypeStruct((ROWS, PAGES_OF_ROW), jnp.int32)
-    made = jax.eval_shape(partial(plan, queries=tokens * shape.heads), tables, lengths, lengths)
+    of_shape = partial(plan, queries=tokens * shape.heads, num_sms=num_sms_of(h200()))
+    made = jax.eval_shape(of_shape, tables, lengths, lengths)
     return compile_for_h200(
         attend,
         jax.ShapeDtypeStruct((ENTRIES, tokens, shape.heads, shape.rank), jnp.bfloat16),

@@ -3,3 +3,4 @@
 from dsjax.pallas_kernels.experts import hopper, reference
 
 IMPLEMENTATIONS = {"reference": reference.experts, "hopper": hopper.experts}
+SERVES = {"hopper": hopper.SERVES}

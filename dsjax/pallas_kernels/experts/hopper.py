@@ -16,6 +16,7 @@ from dsjax.quantization import BlockScaled, Weight
 from dsjax.telemetry import count, warn_once
 
 BLOCK_N, BLOCK_K, STAGES = 128, 64, 4
+SERVES = f"bf16 weights with hidden sizes that {BLOCK_N} divides and widths that {BLOCK_K} divides"
 FEW = 2  # pairs are few where they are at most one FEWth of the experts
 COUNTED = 128  # pairs that are compared with each other
 
@@ -24,11 +25,14 @@ COUNTED = 128  # pairs that are compared with each other
 def experts(x: jax.Array, gate_up: Weight, down: Weight, ids: jax.Array, weights: jax.Array) -> jax.Array:
     """As the reference, except that an expert's output is rounded to bf16 before it is weighted and added.
 
-    FP8 and float32 experts, and such as the blocks do not divide, run the reference.
+    Experts that the kernel does not serve (see SERVES) run the reference.
     """
     if isinstance(gate_up, BlockScaled) or isinstance(down, BlockScaled) or not _fits(down):
         count("reference_op.experts")
-        warn_once("The kernel for experts takes bf16: those of this model run as plain JAX, which is slower.")
+        warn_once(
+            f"The Hopper kernel for experts serves {SERVES}. Those of this model are others: their plain JAX "
+            "reference runs, which gives the same results more slowly."
+        )
         return reference(x, gate_up, down, ids, weights)
     compute = _gathered if ids.size * FEW <= gate_up.shape[0] else _grouped
     y = compute(x, gate_up, down, ids) * weights[..., None]

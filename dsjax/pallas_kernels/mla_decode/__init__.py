@@ -12,8 +12,8 @@ __all__ = ["IMPLEMENTATIONS", "DecodeRows", "MLADecode"]
 class MLADecode(NamedTuple):
     """One implementation: what all layers have in common is made once a step.
 
-    `plan`: plan(tables, rows, lengths, queries=Q * H) -> DecodeRows.plan, a pytree of arrays. `attend`: see
-    reference.mla_decode.
+    `plan`: plan(tables, rows, lengths, queries=Q * H, num_sms=...) -> DecodeRows.plan, a pytree of arrays, for devices
+    of so many SMs. `attend`: see reference.mla_decode.
     """
 
     plan: Callable
@@ -25,3 +25,4 @@ IMPLEMENTATIONS = {
     "deterministic": MLADecode(no_plan, mla_decode_in_tiles),
     "hopper": MLADecode(hopper.plan, hopper.mla_decode),
 }
+SERVES = {"hopper": hopper.SERVES}

@@ -3,7 +3,6 @@
 Up to 16 queries a row (tokens times local heads) run in few_queries.py, more in many_queries.py.
 """
 
-from dataclasses import dataclass
 from functools import partial
 
 import jax
@@ -18,25 +17,16 @@ from dsjax.pallas_kernels.mla_decode.tiles import RANK, ROPE
 from dsjax.pallas_kernels.mla_decode.work import PAGE, DecodePlan, split_work
 from dsjax.telemetry import count, warn_once
 
-NUM_SMS = 132
+SERVES = f"bf16 with rank {RANK}, rope {ROPE} and pages of {PAGE} tokens"
 MAX_FEW = 16  # queries a row that the few-queries form takes
-
-
-@dataclass(frozen=True)
-class TuningConfig:
-    """`split_cost_pages`: how much larger parts may be if rows then need no merging. `combine_blocks`: per SM."""
-
-    split_cost_pages: int
-    combine_blocks: int = 16
-
-
+COMBINE_BLOCKS = 16  # of the merging kernel for each block of the attending one, as tuned on an H200
 # By queries a row, for the largest number that is not above it; tuned on an H200 with bench/kernels.py --tune.
-TUNED = {1: TuningConfig(split_cost_pages=2), MAX_FEW + 1: TuningConfig(split_cost_pages=4)}
+SPLIT_COST_PAGES = {1: 2, MAX_FEW + 1: 4}
 
 
-def tuning(queries: int) -> TuningConfig:
-    """The configuration for `queries` = Q * H queries a row."""
-    return TUNED[max(least for least in TUNED if least <= queries)]
+def tuned_split_cost_pages(queries: int) -> int:
+    """How many pages larger parts may be if rows of `queries` = Q * H queries then need no merging."""
+    return SPLIT_COST_PAGES[max(least for least in SPLIT_COST_PAGES if least <= queries)]
 
 
 def plan(
@@ -45,19 +35,21 @@ def plan(
     lengths: jax.Array,
     *,
     queries: int,
-    num_sms: int = NUM_SMS,
-    config: TuningConfig | None = None,
+    num_sms: int,
+    split_cost_pages: int | None = None,
 ) -> DecodePlan:
     """The work of each part of the grid, for entries (see DecodeRows) with `queries` = Q * H queries each.
 
-    A part has a block of the grid for each 64 queries; there are as many parts as fill `num_sms`.
+    A part has a block of the grid for each 64 queries. Each block fills an SM; there are as many parts as fill
+    `num_sms`, so that all blocks run at once.
     """
-    config = config or tuning(queries)
+    if split_cost_pages is None:
+        split_cost_pages = tuned_split_cost_pages(queries)
     parts = max(num_sms // _blocks(queries), 1)
-    return split_work(tables, rows, lengths, parts=parts, split_cost_pages=config.split_cost_pages)
+    return split_work(tables, rows, lengths, parts=parts, split_cost_pages=split_cost_pages)
 
 
-@partial(jax.jit, static_argnames=("scale", "num_sms", "config"))
+@partial(jax.jit, static_argnames="scale")
 def mla_decode(
     q_latent: jax.Array,
     q_rope: jax.Array,
@@ -67,30 +59,31 @@ def mla_decode(
     decode: DecodeRows,
     *,
     scale: float,
-    num_sms: int = NUM_SMS,
-    config: TuningConfig | None = None,
 ) -> jax.Array:
-    """See reference.mla_decode. `decode.plan` comes from `plan`, with the same num_sms and config.
+    """See reference.mla_decode. Models that the kernels do not serve (see SERVES) run the reference.
 
-    Other shapes than DeepSeek's (rank 512, rope 64, pages of 64 tokens) and other types than bf16 run the reference.
+    Q and H may be any numbers: Q * H queries are padded to 8, 16 or a multiple of 64. `decode.plan` is that of `plan`
+    for the same Q * H; that of another number is as right, but does not fill the GPU evenly.
+
+    Cost: 72 KiB from memory per row and page, and 64 * (576 + 512) multiply-adds per page and padded query; one short
+    row takes 9 us. Floor on an H200: bytes / 4.3 TB/s, or operations / 790 TFLOP/s.
     """
     if not _supported(q_latent, q_rope, pool):
         count("reference_op.mla_decode")
         warn_once(
-            f"MLA decode has no Hopper kernel for {q_latent.dtype}, rank {q_latent.shape[-1]}, rope {q_rope.shape[-1]} "
-            f"and pages of {pool.shape[2]} tokens: its plain JAX reference runs, which gives the same results more "
-            "slowly."
+            f"The Hopper kernel of MLA decode serves {SERVES}. This model has {q_latent.dtype}, rank "
+            f"{q_latent.shape[-1]}, rope {q_rope.shape[-1]} and pages of {pool.shape[2]} tokens: the plain JAX "
+            "reference runs, which gives the same results more slowly."
         )
         return reference.mla_decode(q_latent, q_rope, pool, layer, tables, decode, scale=scale)
     batch, tokens, heads, rank = q_latent.shape
     queries = tokens * heads
-    config = config or tuning(queries)
     padding = (0, 0), (0, -queries % _multiple(queries)), (0, 0)
     latent, rope = (jnp.pad(q.reshape(batch, queries, -1), padding) for q in (q_latent, q_rope))
     attend = attend_few if queries <= MAX_FEW else attend_many
     results = attend(latent, rope, pool, layer.reshape(1), tables, decode.plan, tokens=tokens, heads=heads, scale=scale)
     unroll = min(max(2 * len(decode.plan.parts) // batch, 2), 8)  # about the splits of a row when all are alike
-    blocks = num_sms * config.combine_blocks
+    blocks = len(decode.plan.parts) * _blocks(queries) * COMBINE_BLOCKS
     out = combine(*results, plan=decode.plan, blocks=blocks, unroll=unroll)
     return out[:, :queries].reshape(batch, tokens, heads, rank)
 

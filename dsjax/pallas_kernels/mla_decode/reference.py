@@ -22,7 +22,7 @@ class DecodeRows(NamedTuple):
     plan: Any
 
 
-def no_plan(tables: jax.Array, rows: jax.Array, lengths: jax.Array, *, queries: int) -> tuple[()]:
+def no_plan(tables: jax.Array, rows: jax.Array, lengths: jax.Array, *, queries: int, num_sms: int) -> tuple[()]:
     """The plan of an implementation that needs none."""
     return ()
 
