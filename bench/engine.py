@@ -6,7 +6,7 @@
         --contexts 1024 8192 --max-model-len 8448 --token-buckets 128 1024 4096 --row-buckets 1 16 64 128
 
 The last one runs a published shape with random weights; only the buckets that it needs are compiled. A case names its
-plan, and the operations that ran as kernels.
+plan, and the operations that run as kernels.
 
 Prompts are random token ids. TTFT: one request with max_tokens 1 on an idle engine, host to host. TPOT: a batch that
 decodes; wall time of some steps over their number. Its contexts are not computed: the whole cache is filled with random
@@ -39,6 +39,7 @@ from dsjax.model import Model
 from dsjax.pallas_kernels import REFERENCE, implementations
 from dsjax.published import FOLDER, MODELS
 from dsjax.segments import weight_leaves
+from dsjax.telemetry import counters
 
 SUITE = "engine"
 STEPS = 30  # of one sample of TPOT
@@ -185,11 +186,16 @@ def run(plan: str, args: argparse.Namespace, **options: Any) -> list[dict[str, A
 
 
 def name_of(llm: LLM, model: str, plan: str) -> str:
-    """What the cases of one engine are called: model, plan, and the operations that have kernels."""
+    """What the cases of one engine are called: model, plan, and the operations that run as kernels.
+
+    Not those whose kernels do not serve this model. Another engine of the process may have counted them, when it traced
+    the same shapes.
+    """
     deployment = llm.engine.runner.blueprint.deployment
     if deployment.deterministic:
         return f"{Path(model).name} {plan} deterministic"
-    kernels = [op for op, choice in implementations(deployment.target).items() if choice != REFERENCE]
+    chosen = implementations(deployment.target)
+    kernels = [op for op in chosen if chosen[op] != REFERENCE and not counters[f"reference_op.{op}"]]
     return " ".join([Path(model).name, plan, *(["with kernels", "+".join(kernels)] if kernels else [])])
 
 

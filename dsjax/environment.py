@@ -36,7 +36,7 @@ class Problem(NamedTuple):
 class Environment:
     """The facts. `gpus`: what the NVIDIA driver lists, before JAX takes memory. `devices`: what JAX may use.
 
-    `kernels`: per operation the implementation that runs on `target`. `tools`: path, or None where there is none.
+    `kernels`: per operation what runs on `target`. `tools`: path, or None where there is none.
     `executables`: folder, number of entries, bytes, and whether it can be written to.
     """
 
@@ -209,9 +209,11 @@ def _nvidia_gpu(line: str) -> dict[str, Any]:
 
 
 def _kernels(target: str) -> dict[str, str]:
-    from dsjax.pallas_kernels import implementations
+    """Per operation what runs on `target`: the reference, or a kernel for the models that it serves."""
+    from dsjax.pallas_kernels import implementations, served_models
 
-    return implementations(target)
+    served = {name: f"{target} for {models}, else reference" for name, models in served_models(target).items()}
+    return implementations(target) | served
 
 
 def _tool(name: str) -> str | None:

@@ -105,6 +105,14 @@ def test_a_cuda_plugin_is_quiet_without_a_gpu():
     assert (done.stdout, done.stderr) == ("cpu\n", "")
 
 
+def test_kernels_are_named_with_the_models_that_they_serve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("dsjax.aot.targets.target_of", lambda device: "hopper")
+    kernels = look_around(EngineOptions(cache_dir=str(tmp_path))).kernels
+    assert kernels["mla_decode"] == "hopper for bf16 with rank 512, rope 64 and pages of 64 tokens, else reference"
+    assert kernels["experts"].startswith("hopper for bf16 weights with hidden sizes that 128 divides")
+    assert kernels["router"] == "reference"
+
+
 def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("JAX_ENABLE_COMPILATION_CACHE", "false")
     (tmp_path / "executables").mkdir()
