@@ -1,6 +1,5 @@
 """What XLA makes of a real model's step for an H200: one CUDA graph holds it, and no weight or cache is copied."""
 
-import json
 import math
 import re
 from dataclasses import dataclass
@@ -17,9 +16,9 @@ from dsjax.aot.planner import plan_programs, state_avals
 from dsjax.config import ModelConfig
 from dsjax.model import Model, abstract_model
 from dsjax.pallas_kernels import Ops
-from dsjax.published import FOLDER, MODELS
 from dsjax.sharding import TP
 from tests.pallas_kernels.sm90a import dumping_to, h200, read_thunks
+from tests.wide import write_v2_lite
 
 ROWS = 16
 LAYERS = 2  # a dense one, and one with experts
@@ -38,10 +37,7 @@ class Structure:
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
     """DeepSeek-V2-Lite at its real width, with few layers and experts."""
-    folder = tmp_path_factory.mktemp("wide")
-    fewer = {"num_hidden_layers": LAYERS, "n_routed_experts": EXPERTS}
-    config = json.loads((FOLDER / MODELS["v2_lite"]).read_text()) | fewer
-    (folder / "config.json").write_text(json.dumps(config))
+    folder = write_v2_lite(tmp_path_factory.mktemp("wide"), LAYERS, n_routed_experts=EXPERTS)
     return abstract_model(ModelConfig.load(folder), jnp.bfloat16, Ops.for_device(h200()))
 
 

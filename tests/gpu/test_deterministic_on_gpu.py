@@ -1,6 +1,5 @@
 """Deterministic mode on a real GPU, where the library that multiplies matrices is another one than on CPUs."""
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,8 +7,8 @@ import numpy as np
 import pytest
 
 from dsjax import LLM
-from dsjax.published import FOLDER, MODELS
 from tests.test_deterministic import GREEDY, RANDOM, Answer, ask
+from tests.wide import write_v2_lite
 
 pytestmark = pytest.mark.gpu
 LAYERS = 4
@@ -19,10 +18,7 @@ OPTIONS = {"load_format": "dummy", "deterministic": True, "max_model_len": 1024,
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """DeepSeek-V2-Lite at its real width, with few layers."""
-    folder = tmp_path_factory.mktemp("wide")
-    config = json.loads((FOLDER / MODELS["v2_lite"]).read_text()) | {"num_hidden_layers": LAYERS}
-    (folder / "config.json").write_text(json.dumps(config))
-    return folder
+    return write_v2_lite(tmp_path_factory.mktemp("wide"), LAYERS)
 
 
 @pytest.fixture(scope="module")
