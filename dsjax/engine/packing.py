@@ -23,14 +23,13 @@ GREEDY_BELOW = 1e-5  # temperatures that would overflow logits in float32
 SMALLEST_TOP_P = 1e-6  # below the probability of the likeliest of a million tokens, and not flushed to zero
 
 
-def pack_step(step: Step, shape: StepShape, kinds: Sequence[PageKind]) -> np.ndarray:
+def pack_step(step: Step, shape: StepShape, kinds: tuple[PageKind, ...]) -> np.ndarray:
     """The step's fields (see step_layout) as one int32 array."""
     chunks = step.chunks
     lengths = np.array([chunk.length for chunk in chunks])
     offsets = np.cumsum(lengths) - lengths
     rows = np.array([chunk.request.row for chunk in chunks])
     starts = np.array([chunk.start for chunk in chunks])
-    is_prefill = np.array([not chunk.is_decode for chunk in chunks])
     values = {
         "num_decode": [step.num_decode if shape.has_prefill else step.num_tokens],
         "token_ids": [id for c in chunks for id in c.request.tokens(c.start, c.length, LAST_TOKEN)],
@@ -38,8 +37,10 @@ def pack_step(step: Step, shape: StepShape, kinds: Sequence[PageKind]) -> np.nda
         "token_positions": np.arange(step.num_tokens) + np.repeat(starts - offsets, lengths),
         "sample_tokens": [pick.token for pick in step.picks],
         "sample_targets": [NONE if pick.target is None else pick.target for pick in step.picks],
-        "chunks": np.stack([rows, offsets, lengths, starts], axis=1)[is_prefill],
     }
+    if shape.has_prefill:
+        is_prefill = np.array([not chunk.is_decode for chunk in chunks])
+        values["chunks"] = np.stack([rows, offsets, lengths, starts], axis=1)[is_prefill]
     for kind in kinds:
         pages = [(c.request.row, *placed) for c in chunks for placed in c.new_pages[kind.name]]
         values[f"new_pages.{kind.name}"] = np.array(pages, np.int32).reshape(-1, 3)

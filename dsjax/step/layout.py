@@ -6,6 +6,8 @@ Shared by the host, which packs with NumPy, and the device, which unpacks inside
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache, cached_property
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -24,10 +26,16 @@ class Layout:
 
     fields: tuple[tuple[str, tuple[int, ...]], ...]
 
-    @property
+    @cached_property
     def size(self) -> int:
         """Length of the packed array."""
         return sum(math.prod(shape) for _, shape in self.fields)
+
+    @cached_property
+    def _places(self) -> list[tuple[str, slice, tuple[int, ...]]]:
+        sizes = [math.prod(shape) for _, shape in self.fields]
+        spans = [slice(end - size, end) for size, end in zip(sizes, accumulate(sizes), strict=True)]
+        return [(name, span, shape) for (name, shape), span in zip(self.fields, spans, strict=True)]
 
     def pack(self, values: Mapping[str, Any]) -> np.ndarray:
         """One int32 array [size] holding each field's leading values, the rest of it filled with NONE."""
@@ -39,12 +47,7 @@ class Layout:
 
     def unpack(self, packed: Any) -> dict[str, Any]:
         """The fields of `packed` as views (NumPy) or slices (JAX)."""
-        fields, begin = {}, 0
-        for name, shape in self.fields:
-            end = begin + math.prod(shape)
-            fields[name] = packed[begin:end].reshape(shape)
-            begin = end
-        return fields
+        return {name: packed[place].reshape(shape) for name, place, shape in self._places}
 
 
 @dataclass(frozen=True)
@@ -76,7 +79,8 @@ class ConstraintShape:
         return -(-self.vocab_size // 32)
 
 
-def step_layout(shape: StepShape, kinds: Sequence[PageKind]) -> Layout:
+@cache  # every step asks for one
+def step_layout(shape: StepShape, kinds: tuple[PageKind, ...]) -> Layout:
     """Fields of one step.
 
     num_decode [1]: how many leading tokens are decode tokens. token_ids, token_rows, token_positions [T].

@@ -45,7 +45,7 @@ def test_slots_lengths_chunks_and_picks(lengths: list[int], step_tokens: int):
         scheduler.add(Request.create(str(i), [10 + i] * length, params, limits))
     tables, last = {"latent": jnp.zeros((ROWS, 7), jnp.int32)}, jnp.arange(900, 900 + ROWS)
     while (step := scheduler.schedule()) is not None:
-        packed = pack_step(step, SHAPE, [KIND])
+        packed = pack_step(step, SHAPE, (KIND,))
         tables, inputs, samples = prepare()(packed, tables, last)
         inputs, samples = jax.tree.map(np.asarray, (inputs, samples))
         check_tokens(step, inputs)
