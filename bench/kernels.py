@@ -23,11 +23,11 @@ from bench.ops.mla_decode import MLADecodeBench
 from bench.records import above, against, floor_s, record, save
 from bench.timing import time_in_turns
 from dsjax.aot.targets import target_of
-from dsjax.pallas_kernels import implementations
+from dsjax.pallas_kernels import DETERMINISTIC, REFERENCE, implementations
 
 SUITE = "kernels"
 OPS = {"mla_decode": MLADecodeBench}
-LARGEST_DIFFERENCE = 1e-2  # two roundings to bf16 make some 4e-3
+LARGEST_DIFFERENCE = 5e-3  # roundings to bf16 on both sides make some 3e-3
 
 
 def measure(bench: Any, name: str, with_anchor: bool, timing: dict[str, Any]) -> list[dict[str, Any]]:
@@ -39,7 +39,7 @@ def measure(bench: Any, name: str, with_anchor: bool, timing: dict[str, Any]) ->
     entry = record(SUITE, bench.op, name, "time", samples, "us")
     if of_anchor:
         entry = against(entry, record(SUITE, bench.op, contenders[1].name, "time", of_anchor[0], "us"))
-        difference = bench.difference(case, subject)
+        difference = bench.difference(case)
         print(f"{name}: relative difference to {contenders[1].name} {difference:.1e}", flush=True)
         if not difference < LARGEST_DIFFERENCE:
             raise SystemExit(f"{name}: the results differ, so there is nothing to compare.")
@@ -109,10 +109,20 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="tiny cases, to try the benchmark itself; saves nothing")
     parser.add_argument("--tune", action="store_true", help="time the kernel's candidate settings; saves nothing")
     args = parser.parse_args()
-    implementation = args.implementation or implementations(target_of(jax.devices()[0]))[args.op]
+    target = target_of(jax.devices()[0])
+    runnable = [name for name in OPS[args.op].implementations if name in (REFERENCE, DETERMINISTIC, target)]
+    implementation = args.implementation or implementations(target)[args.op]
+    if implementation not in runnable:
+        parser.error(f"--implementation: {args.op} has no {implementation} on this device, but {', '.join(runnable)}.")
+    if args.rounds < 1:
+        parser.error("--rounds: must be at least 1.")
     bench = OPS[args.op](implementation, args.quick)
     timing = {"rounds": args.rounds, "round_s": args.round_ms / 1e3}
     names = [name for name in bench.cases if args.cases in name]
+    if not names:
+        parser.error(f"--cases: none has {args.cases!r} in its name. There are:\n" + "\n".join(bench.cases))
+    if args.tune and not bench.candidates(bench.cases[names[0]]):
+        parser.error(f"--tune: the {implementation} implementation of {args.op} has no settings to try.")
     if args.tune:
         for name in names:
             print(tune(bench, name, timing), flush=True)

@@ -4,7 +4,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-PAGE = 64
+from dsjax.pallas_kernels.mla_decode.work import PAGE
+
 RANK, ROPE, NOPE, VALUE = 32, 16, 24, 20
 
 
