@@ -2,6 +2,7 @@
 
 import os
 import re
+import sys
 import tempfile
 from collections.abc import Callable
 from functools import cache
@@ -12,24 +13,38 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import jax
+import pytest
 from jax.experimental import topologies
 from jax.sharding import SingleDeviceSharding
 
 from dsjax.aot.xla_options import CompilerOptions, compiler_options
 
+SM_REGISTERS = 1 << 16  # of 32 bits
+WARPGROUP = 128  # threads
+
 
 class Kernel(NamedTuple):
-    """One Mosaic kernel. `spill_bytes`: stores and loads together. `losses`: ptxas' warnings of lost speed.
+    """One Mosaic kernel. `registers`: of a thread, at launch. `spill_bytes`: stores and loads together.
 
-    Such are products that were serialised, or registers that setmaxnreg could not move.
+    `moved_registers`: what each setmaxnreg instruction sets those of a thread of its warpgroup to. `losses`: ptxas'
+    warnings of lost speed, such as products that were serialised, or registers that setmaxnreg could not move.
     """
 
     name: str
+    threads: int
     registers: int
+    moved_registers: list[int]
     spill_bytes: int
     smem_bytes: int
     ptx: str
     losses: list[str]
+
+    def assert_registers_fit(self) -> None:
+        """A block has no more registers than an SM, neither at launch nor after its warpgroups moved theirs."""
+        assert 0 < self.registers * self.threads <= SM_REGISTERS, self.name
+        if self.moved_registers:
+            assert len(self.moved_registers) * WARPGROUP == self.threads, "one setmaxnreg for each warpgroup"
+            assert sum(self.moved_registers) * WARPGROUP <= SM_REGISTERS, self.name
 
 
 class Compiled(NamedTuple):
@@ -44,11 +59,7 @@ class Compiled(NamedTuple):
 
 
 def compile_for_h200(function: Callable, *args: Any, **jit_options: Any) -> Compiled:
-    """Compile `function` for one H200; `args`: ShapeDtypeStructs, also in pytrees; `jit_options`: jax.jit's.
-
-    Raises:
-      RuntimeError: JAX's CUDA plugin is not installed.
-    """
+    """Compile `function` for one H200; `args`: ShapeDtypeStructs, also in pytrees; `jit_options`: jax.jit's."""
     on_h200 = SingleDeviceSharding(h200())
     placed = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=on_h200), args)
     renewed = jax.jit(lambda *args: function(*args), **jit_options)  # lowering that JAX has kept would dump nothing
@@ -65,7 +76,13 @@ def dumping_to(folder: str | Path) -> CompilerOptions:
 
 @cache
 def h200() -> Any:
-    """A device to compile for. Raises RuntimeError if JAX's CUDA plugin is not installed."""
+    """A device to compile for. Skips the test off Linux, where JAX has no CUDA plugin.
+
+    Raises:
+      RuntimeError: the plugin is not installed.
+    """
+    if sys.platform != "linux":
+        pytest.skip("JAX compiles for NVIDIA GPUs on Linux only.")
     if find_spec("jax_cuda13_plugin") is None:
         raise RuntimeError("Compiling for GPUs needs JAX's CUDA plugin: pip install -e '.[build-cuda]'.")
     config = resources.files("dsjax.aot").joinpath("h200.txtpb").read_text()
@@ -76,12 +93,15 @@ def h200() -> Any:
 def _read_kernel(ptx: Path) -> Kernel:
     log = ptx.with_suffix(".ptxas").read_text()
     scratch = ptx.with_suffix(".resources.txt").read_text()
+    code = ptx.read_text()
     return Kernel(
         name=ptx.stem,
+        threads=_number(r"\.maxntid (\d+), 1, 1", code),
+        moved_registers=[int(value) for value in re.findall(r"setmaxnreg\.\w+\.sync\.aligned\.u32 (\d+)", code)],
         registers=_number(r"Used (\d+) registers", log),
         spill_bytes=_number(r"(\d+) bytes spill stores", log) + _number(r"(\d+) bytes spill loads", log),
         smem_bytes=_number(r"smem_scratch_bytes=(\d+)", scratch),
-        ptx=ptx.read_text(),
+        ptx=code,
         losses=[line for line in log.splitlines() if "Potential Performance Loss" in line],
     )
 

@@ -103,7 +103,10 @@ def test_facts_of_a_compiled_kernel():
         assert "kCommandBuffer" in first
         assert sum("kCustomCall" in line for line in others) == 4
         assert kernel.name.startswith("product")
+        assert kernel.threads == 128
         assert 32 < kernel.registers < 128, "64 x 64 sums are 32 registers a thread"
+        assert kernel.moved_registers == []
+        kernel.assert_registers_fit()
         assert kernel.smem_bytes == 2 * 2 * TILE**2 + 4 * TILE**2
         assert (kernel.spill_bytes, kernel.losses) == (0, [])
         assert "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16" in kernel.ptx

@@ -1,5 +1,6 @@
 """The Hopper kernel of MLA decode, compiled for an H200 on any machine: what ptxas and XLA make of it."""
 
+import re
 from functools import partial
 
 import jax
@@ -39,17 +40,24 @@ def compile_layers(shape: DecodeShape, tokens: int, layers: int = 1) -> Compiled
     )
 
 
-def check(compiled: Compiled) -> None:
-    """No kernel spills or loses speed in ways that ptxas knows; attention multiplies by wgmma and copies by TMA."""
+def check(compiled: Compiled, calls: int = 1) -> None:
+    """A call launches two kernels, which do not spill or lose speed in ways that ptxas knows.
+
+    The one that attends multiplies by wgmma and copies by TMA, the other one merges.
+    """
     for kernel in compiled.kernels:
         assert (kernel.spill_bytes, kernel.losses) == (0, []), kernel.name
-        assert kernel.registers <= 255
-    [attention] = [kernel.ptx for kernel in compiled.kernels if "wgmma.mma_async" in kernel.ptx]
-    assert "cp.async.bulk.tensor" in attention
+        kernel.assert_registers_fit()
+    merging, attention = sorted(compiled.kernels, key=lambda kernel: "wgmma.mma_async" in kernel.ptx)
+    assert "wgmma.mma_async" in attention.ptx
+    assert "cp.async.bulk.tensor" in attention.ptx
+    assert merging.name.startswith("mla_decode_combine")
+    assert len(re.findall("kCustomCall$", compiled.thunks, re.MULTILINE)) == 2 * calls
 
 
-def test_sm90a_of_many_heads():
-    check(compile_layers(SHAPES["v3_tp1"], tokens=1))
+@pytest.mark.parametrize(("name", "tokens"), [("v3_tp1", 1), ("v3_tp2", 1), ("v3_tp8", 2)])
+def test_sm90a_of_many_queries(name: str, tokens: int):
+    check(compile_layers(SHAPES[name], tokens))
 
 
 @pytest.mark.kernels
@@ -61,7 +69,7 @@ def test_sm90a_of_all_shapes(shape: DecodeShape, tokens: int):
 
 def test_layers_are_one_cuda_graph_and_copy_no_cache():
     compiled = compile_layers(SHAPES["v3_tp8"], tokens=1, layers=LAYERS)
-    check(compiled)
+    check(compiled, calls=LAYERS)
     first, *others = compiled.thunks.splitlines()
     assert "kCommandBuffer" in first
     assert all(line.startswith(" ") for line in others if line)
