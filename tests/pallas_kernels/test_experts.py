@@ -1,4 +1,4 @@
-"""Routed experts against float64, token by token."""
+"""Routed experts against float64."""
 
 import jax
 import jax.numpy as jnp
@@ -36,12 +36,13 @@ def run(x, gate_up, down, ids, weights) -> np.ndarray:
 
 
 def expected(x, gate_up, down, ids, weights) -> np.ndarray:
-    y = np.zeros_like(x)
-    for token, (row, chosen, scale) in enumerate(zip(x, ids, weights, strict=True)):
-        for expert, weight in zip(chosen, scale, strict=True):
-            if expert >= 0:
-                gate, up = gate_up[expert] @ row
-                y[token] += weight * (down[expert] @ (gate / (1 + np.exp(-gate)) * up))
+    """The sums in float64, expert by expert; the experts themselves may have any type."""
+    y = np.zeros(x.shape)
+    for expert in np.unique(ids[ids >= 0]):
+        tokens, places = np.nonzero(ids == expert)
+        gate, up = np.asarray(gate_up[expert], np.float64) @ x[tokens].T
+        out = np.asarray(down[expert], np.float64) @ (gate / (1 + np.exp(-gate)) * up)
+        np.add.at(y, tokens, weights[tokens, places, None] * out.T)
     return y
 
 
@@ -129,8 +130,7 @@ def test_hopper_against_float64(tokens: int, chosen: int):
     ids = np.stack([rng.permutation(6)[:chosen] for _ in range(tokens)])
     ids[1], ids[2, 0] = -1, -1
     weights = rng.uniform(0.1, 1, size=ids.shape)
-    exact = [array.astype(np.float64) for array in (x, gate_up, down)]
-    wanted = expected(*exact, ids=ids, weights=weights)
+    wanted = expected(x.astype(np.float64), gate_up, down, ids, weights)
     x[1], gate_up[6], down[6], weights[ids < 0] = (np.nan,) * 4
     arrays = [jnp.asarray(array) for array in (x, gate_up, down)]
     with interpreted():
@@ -150,14 +150,25 @@ def test_hopper_counts_pairs_into_the_order_of_a_stable_sort(pairs: int, num_exp
 
 
 def test_hopper_says_when_it_runs_the_reference():
-    """FP8 weights, float32 ones, and widths that its tiles do not divide."""
-    scaled = BlockScaled.abstract((4, 2, 128, 128), (128, 128)), BlockScaled.abstract((4, 128, 128), (128, 128))
-    plain = [
-        tuple(jax.ShapeDtypeStruct(shape, dtype) for shape in ((4, 2, width, 128), (4, 128, width)))
-        for width, dtype in ((128, jnp.float32), (24, jnp.bfloat16))
-    ]
-    ids, weights = (jax.ShapeDtypeStruct((9, 2), dtype) for dtype in (jnp.int32, jnp.float32))
-    for gate_up, down in (scaled, *plain):
+    """FP8 weights, one array in float32 (x, gate_up, down), and a width that its tiles do not divide."""
+
+    def said(x_type, gate_up, down) -> int:
+        x, ids, weights = (
+            jax.ShapeDtypeStruct(shape, dtype)
+            for shape, dtype in (((9, 128), x_type), ((9, 2), jnp.int32), ((9, 2), jnp.float32))
+        )
         before = counters["reference_op.experts"]
-        jax.eval_shape(hopper.experts, jax.ShapeDtypeStruct((9, 128), jnp.bfloat16), gate_up, down, ids, weights)
-        assert counters["reference_op.experts"] == before + 1
+        jax.eval_shape(hopper.experts, x, gate_up, down, ids, weights)
+        return counters["reference_op.experts"] - before
+
+    def plain(gate_up_type, down_type, width: int = 128):
+        gate_up = jax.ShapeDtypeStruct((4, 2, width, 128), gate_up_type)
+        return gate_up, jax.ShapeDtypeStruct((4, 128, width), down_type)
+
+    half, full = jnp.bfloat16, jnp.float32
+    assert said(half, *plain(half, half)) == 0
+    assert said(full, *plain(half, half)) == 1
+    assert said(half, *plain(full, half)) == 1
+    assert said(half, *plain(half, full)) == 1
+    assert said(half, *plain(half, half, width=24)) == 1
+    assert said(half, *(BlockScaled.abstract(shape, (128, 128)) for shape in ((4, 2, 128, 128), (4, 128, 128)))) == 1

@@ -25,9 +25,10 @@ COUNTED = 128  # pairs that are compared with each other
 def experts(x: jax.Array, gate_up: Weight, down: Weight, ids: jax.Array, weights: jax.Array) -> jax.Array:
     """As the reference, except that an expert's output is rounded to bf16 before it is weighted and added.
 
-    Experts that the kernel does not serve (see SERVES) run the reference.
+    A token's experts are added in the order in which they were chosen (k). Experts that the kernel does not serve (see
+    SERVES) run the reference.
     """
-    if isinstance(gate_up, BlockScaled) or isinstance(down, BlockScaled) or not _fits(down):
+    if isinstance(gate_up, BlockScaled) or isinstance(down, BlockScaled) or not _fits(x, gate_up, down):
         count("reference_op.experts")
         warn_once(
             f"The Hopper kernel for experts serves {SERVES}. Those of this model are others: their plain JAX "
@@ -39,9 +40,10 @@ def experts(x: jax.Array, gate_up: Weight, down: Weight, ids: jax.Array, weights
     return jnp.sum(jnp.where(ids[..., None] >= 0, y, 0), axis=1)
 
 
-def _fits(down: jax.Array) -> bool:
+def _fits(x: jax.Array, gate_up: jax.Array, down: jax.Array) -> bool:
     _, hidden, width = down.shape
-    return down.dtype == jnp.bfloat16 and hidden % BLOCK_N == 0 and width % BLOCK_K == 0
+    in_bf16 = x.dtype == gate_up.dtype == down.dtype == jnp.bfloat16
+    return in_bf16 and hidden % BLOCK_N == 0 and width % BLOCK_K == 0
 
 
 def _gathered(x: jax.Array, gate_up: jax.Array, down: jax.Array, ids: jax.Array) -> jax.Array:
