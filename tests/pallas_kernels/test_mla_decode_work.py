@@ -52,13 +52,17 @@ def pieces(plan: DecodePlan) -> list[Piece]:
 @pytest.mark.parametrize("batch", [1, 5, 40])
 def test_the_split_of_any_lengths(batch: int, parts: int):
     @settings(max_examples=40, deadline=None)
-    @given(st.lists(LENGTHS, min_size=batch, max_size=batch))
-    def check(lengths: list[int]):
-        tables = np.arange(batch * MAX_PAGES, dtype=np.int32).reshape(batch, MAX_PAGES)
-        rows = np.arange(batch, dtype=np.int32)[::-1]
+    @given(st.lists(LENGTHS, min_size=batch, max_size=batch), st.integers(0, 1 << 32))
+    def check(lengths: list[int], seed: int):
+        """Table entries behind a row's end hold anything; entries without keys may name the row of another one."""
+        rng = np.random.default_rng(seed)
+        pages = [-(-length // PAGE) for length in lengths]
+        rows = np.where(np.equal(lengths, 0), rng.integers(batch, size=batch), rng.permutation(batch)).astype(np.int32)
+        tables = rng.integers(-(1 << 31), 1 << 31, size=(batch, MAX_PAGES), dtype=np.int32)
+        for entry in range(batch):
+            tables[rows[entry], : pages[entry]] = np.arange(pages[entry]) + entry * MAX_PAGES
         plan = jax.device_get(split(tables, rows, jnp.asarray(lengths, jnp.int32), parts))
         found = pieces(plan)
-        pages = [-(-length // PAGE) for length in lengths]
 
         covered = Counter((piece.entry, page) for piece in found for page in range(piece.first, piece.end))
         assert covered == Counter((entry, page) for entry in range(batch) for page in range(pages[entry]))
