@@ -38,7 +38,7 @@ class Ops:
     @classmethod
     def references(cls) -> "Ops":
         """The plain JAX meaning of each operation."""
-        return cls(**{name: module.IMPLEMENTATIONS[REFERENCE] for name, module in _MODULES.items()})
+        return cls._chosen(implementations(REFERENCE))
 
     @classmethod
     def for_device(cls, device: Any) -> "Ops":
@@ -55,14 +55,16 @@ class Ops:
                 f"dsjax has no kernels for {', '.join(missing)} on {target}: their plain JAX references run, "
                 "which give the same results more slowly."
             )
-        ops = {name: module.IMPLEMENTATIONS[chosen[name]] for name, module in _MODULES.items()}
-        return cls(**ops, num_sms=num_sms_of(device))
+        return cls._chosen(chosen, num_sms_of(device))
 
     @classmethod
     def deterministic(cls) -> "Ops":
         """Implementations in which a row's result depends neither on other rows nor on its place."""
-        chosen = implementations(DETERMINISTIC)
-        return cls(**{name: module.IMPLEMENTATIONS[chosen[name]] for name, module in _MODULES.items()})
+        return cls._chosen(implementations(DETERMINISTIC))
+
+    @classmethod
+    def _chosen(cls, keys: dict[str, str], num_sms: int = 0) -> "Ops":
+        return cls(**{name: _MODULES[name].IMPLEMENTATIONS[key] for name, key in keys.items()}, num_sms=num_sms)
 
 
 def implementations(target: str) -> dict[str, str]:
