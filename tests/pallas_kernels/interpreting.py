@@ -28,7 +28,7 @@ def interpreted() -> Iterator[None]:
     said = io.StringIO()  # JAX prints races, and keeps those of the last kernel only
     parameters = plgpu.InterpretGPUParams(detect_races=True)
     try:
-        with redirect_stdout(said), plgpu.force_gpu_interpret_mode(parameters), _accumulators_can_be_written():
+        with redirect_stdout(said), plgpu.force_gpu_interpret_mode(parameters), _all_of_wgmma():
             yield
     finally:
         gpu_callbacks.reset_gpu_interpret_mode_state()
@@ -36,12 +36,19 @@ def interpreted() -> Iterator[None]:
         raise AssertionError(said.getvalue())
 
 
-def _accumulators_can_be_written():
-    """JAX 0.11.2 cannot simulate `accumulator[...] = value`: it becomes a swap, and swaps of accumulators are added."""
-    return mock.patch.multiple(JaxprInterpreter, interpret=_interpret, _interpret_swap_p=_interpret_swap)
+@contextmanager
+def _all_of_wgmma() -> Iterator[None]:
+    """What JAX 0.11.2 cannot simulate: `accumulator[...] = value`, and left operands of wgmma that are values.
+
+    It makes a swap of the former, and adds in swaps of accumulators; of the latter it expects the key of a buffer.
+    """
+    of_accumulators = {"interpret": _interpret, "_interpret_swap_p": _interpret_swap}
+    with mock.patch.multiple(JaxprInterpreter, **of_accumulators), mock.patch.object(gpu_callbacks, "wgmma", _wgmma):
+        yield
 
 
 _jax_interpret, _jax_interpret_swap = JaxprInterpreter.interpret, JaxprInterpreter._interpret_swap_p
+_jax_wgmma = gpu_callbacks.wgmma
 
 
 def _interpret(self, jaxpr, token, *args):
@@ -72,3 +79,24 @@ def _store(*, token, mesh_location, thread, key, value, source_info):
     info = GPULoggingInfo(mesh_location, thread, source_info)
     memory.store_buffer_content(key, memory.access(key, ()), np.asarray(value), thread, logging_info=info)
     return token
+
+
+@gpu_callbacks.fail_on_exception
+def _wgmma(*, a_allocation_key_as_array, **others):
+    """`a_allocation_key_as_array`: the left operand itself, or the key of its buffer."""
+    a = np.asarray(a_allocation_key_as_array)
+    if a.ndim == 1:
+        return _jax_wgmma(a_allocation_key_as_array=a_allocation_key_as_array, **others)
+    memory, thread = gpu_callbacks._get_shared_memory(), others["thread"]
+    info = GPULoggingInfo(others["mesh_location"], thread, others["source_info"])
+
+    def read(name: str):
+        key = HostAllocationKey.from_array(others[f"{name}_allocation_key_as_array"])
+        transforms = gpu_callbacks._remove_noop_transforms(others[f"{name}_transforms"])
+        access = memory.access(key, jax.tree.map(int, transforms))
+        return key, access, memory.get_buffer_content(key, access, thread, logging_info=info)[0]
+
+    key, access, accumulator = read("acc")
+    result = accumulator + np.matmul(a, read("b")[2], dtype=accumulator.dtype)
+    memory.store_buffer_content(key, access, result, thread, logging_info=info)
+    return others["token"]

@@ -13,14 +13,13 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 PAGE = 64  # tokens
-WHOLE = -(1 << 30)
+WHOLE = -(1 << 30)  # negative, whatever number of parts is added
 
 
 class Row(NamedTuple):
     """What a kernel must know of an entry: its pages [begin, end) on the line, its keys, and where its results go.
 
-    `table`: its row of the page tables. `slot`: less the number of its first part, where its first partial result goes;
-    WHOLE if it lies in one part.
+    `table`: its row of the page tables. `slot`: where its first partial result goes; WHOLE if it lies in one part.
     """
 
     begin: Any
@@ -43,7 +42,8 @@ class Part(NamedTuple):
 class DecodePlan(NamedTuple):
     """The work of all parts; int32.
 
-    `parts` [parts, Part and Row]: each part and its first row, so that one read is enough to begin. `rows` [B, Row].
+    `parts` [parts, Part and Row]: each part and its first row (with the slot that the part fills, if any), so that one
+    read is enough to begin. `rows` [B, Row].
     `merges` [B, 3]: entry, splits and first slot of rows that do not lie in just one part, of which there are
     `num_merges` [1].
     """
@@ -74,23 +74,24 @@ def split_work(
     splits = jnp.where(pages > 0, (end - 1) // size - first_part + 1, 0)
     partials = jnp.where(splits > 1, splits, 0)
     slot = jnp.cumsum(partials, dtype=jnp.int32) - partials
-    row_slot = jnp.where(splits > 1, slot - first_part, WHOLE)
-    entries = jnp.stack(Row(begin, end, lengths, rows, row_slot), axis=1)
+    entries = Row(begin, end, lengths, rows, jnp.where(splits > 1, slot, WHOLE))
 
     part_begin = jnp.arange(parts) * size
     part_end = jnp.minimum(part_begin + size, total)
     first_row = jnp.sum(end <= part_begin[:, None], axis=1)
     end_row = jnp.sum(begin < part_end[:, None], axis=1)
     first_entry = jnp.minimum(first_row, len(lengths) - 1)
-    first_page = tables[rows[first_entry], jnp.clip(part_begin - begin[first_entry], 0, tables.shape[1] - 1)]
-    spans = jnp.stack(Part(part_begin, part_end, first_row, end_row, first_page), axis=1)
+    first = Row(*(field[first_entry] for field in entries))
+    first_slot = first.slot + jnp.arange(parts) - first_part[first_entry]
+    first_page = tables[first.table, jnp.clip(part_begin - first.begin, 0, tables.shape[1] - 1)]
+    part = Part(part_begin, part_end, first_row, end_row, first_page)
 
     merged = splits != 1
     place = jnp.where(merged, jnp.cumsum(merged) - 1, len(lengths))
     merge = jnp.stack([jnp.arange(len(lengths)), splits, slot], axis=1)
     merges = jnp.zeros_like(merge).at[place].set(merge, mode="drop")
-    parts_and_rows = jnp.concatenate([spans, entries[first_entry]], axis=1)
-    plan = DecodePlan(parts_and_rows, entries, merges, jnp.sum(merged)[None])
+    parts_and_rows = jnp.stack([*part, *first._replace(slot=first_slot)], axis=1)
+    plan = DecodePlan(parts_and_rows, jnp.stack(entries, axis=1), merges, jnp.sum(merged)[None])
     return jax.tree.map(lambda array: array.astype(jnp.int32), plan)
 
 
@@ -131,7 +132,7 @@ def for_each_segment(parts, rows, index, body: Callable[[Segment], None]) -> Non
             page=part.page,
             table=row.table,
             length=row.length,
-            slot=row.slot + index,
+            slot=row.slot,
         )
         pl.when(end > begin)(lambda: body(segment))
         following = jnp.minimum(entry + 1, rows.shape[0] - 1)
@@ -140,12 +141,15 @@ def for_each_segment(parts, rows, index, body: Callable[[Segment], None]) -> Non
     lax.fori_loop(part.first_row, part.end_row, per_row, first)
 
 
-def for_each_page(tables, segment: Segment, body: Callable[[Any, Any], None]) -> None:
-    """In a kernel: call body(j, page) for the pages of a segment, j counting those of the row. `tables` is a ref."""
+def for_each_page(tables, segment: Segment, body: Callable[[Any, Any, Any], None]) -> None:
+    """In a kernel: call body(j, page, following) for the pages of a segment. `tables` is a ref.
+
+    j counts pages of the row; `page` is the place in the cache, and `following` that of the next page, or of the last.
+    """
 
     def step(j, page):
-        following = tables[segment.table, jnp.minimum(j + 1, segment.end - 1)]  # read while this page is awaited
-        body(j, page)
+        following = tables[segment.table, jnp.minimum(j + 1, segment.end - 1)]
+        body(j, page, following)
         return following
 
     first = lax.cond(segment.before == 0, lambda: segment.page, lambda: tables[segment.table, segment.first])
