@@ -9,6 +9,7 @@ import pytest
 
 from dsjax.pallas_kernels.mla_decode import DecodeRows
 from dsjax.pallas_kernels.mla_decode.hopper import mla_decode, plan
+from dsjax.published import published
 from tests.pallas_kernels.interpreting import interpreted
 from tests.pallas_kernels.latents import Cache, attend_latents, random_cache
 
@@ -29,19 +30,29 @@ def bf16_cache(rng: np.random.Generator, lengths: Sequence[int]) -> Cache:
     return cache._replace(pool=cache.pool.astype(jnp.bfloat16))
 
 
-def decode(q: np.ndarray, cache: Cache, lengths: Sequence[int], rows: Sequence[int], num_sms: int) -> np.ndarray:
-    """Layer 1 of the cache, in float64."""
+def decode(
+    q: np.ndarray,
+    cache: Cache,
+    lengths: Sequence[int],
+    rows: Sequence[int],
+    num_sms: int,
+    scale: float = SCALE,
+    **settings,
+) -> np.ndarray:
+    """Layer 1 of the cache, in float64. `settings`: of the plan."""
     tables, of_rows = jnp.asarray(cache.tables), jnp.asarray(lengths, jnp.int32)
     entries = jnp.asarray(rows, jnp.int32)
-    made = plan(tables, entries, of_rows, queries=q.shape[1] * q.shape[2], num_sms=num_sms)
+    made = plan(tables, entries, of_rows, queries=q.shape[1] * q.shape[2], num_sms=num_sms, **settings)
     decode_rows = DecodeRows(entries, of_rows, made)
     latent, rope = jnp.split(jnp.asarray(q), [RANK], axis=-1)
     with interpreted():
-        out = mla_decode(latent, rope, jnp.asarray(cache.pool), jnp.int32(1), tables, decode_rows, scale=SCALE)
+        out = mla_decode(latent, rope, jnp.asarray(cache.pool), jnp.int32(1), tables, decode_rows, scale=scale)
         return np.asarray(jax.block_until_ready(out), np.float64)
 
 
-def assert_attends(out: np.ndarray, q: np.ndarray, cache: Cache, lengths: Sequence[int], rows: Sequence[int]) -> None:
+def assert_attends(
+    out: np.ndarray, q: np.ndarray, cache: Cache, lengths: Sequence[int], rows: Sequence[int], scale: float = SCALE
+) -> None:
     """Each query token sees its row up to its own place, and a token before the first key sees nothing."""
     for entry, row in enumerate(rows):
         latents, tokens = cache.row(row, layer=1)[: lengths[entry]], q.shape[1]
@@ -50,7 +61,7 @@ def assert_attends(out: np.ndarray, q: np.ndarray, cache: Cache, lengths: Sequen
             if seen <= 0:
                 assert not out[entry, token].any()
                 continue
-            wanted = attend_latents(q[entry, token], latents[:seen], RANK, SCALE)
+            wanted = attend_latents(q[entry, token], latents[:seen], RANK, scale)
             error = np.linalg.norm(out[entry, token] - wanted) / np.linalg.norm(wanted)
             assert error < TOLERANCE, f"entry {entry}, token {token}"
 
@@ -79,6 +90,17 @@ def test_ragged_rows_of_many_heads(num_sms: int):
 @pytest.mark.parametrize(("tokens", "heads"), [(4, 2), (2, 16), (1, 128)])
 def test_heads_and_query_tokens(tokens: int, heads: int):
     check([130, 2, 65], tokens, heads, num_sms=4)
+
+
+@pytest.mark.parametrize("scale", [published("v3").attention.softmax_scale, 192**-0.5])
+def test_tokens_that_see_no_key_of_a_part(scale: float):
+    """Row 0 is shorter than its tokens; of row 1, only the last token sees the key in the second part."""
+    lengths, rows = [1, 65], range(2)
+    rng = np.random.default_rng(3)
+    cache = bf16_cache(rng, lengths)
+    q = random_queries(rng, 2, 2, 16)
+    out = decode(q, cache, lengths, rows, 3, scale, split_cost_pages=0)
+    assert_attends(out, q, cache, lengths, rows, scale)
 
 
 @pytest.mark.kernels

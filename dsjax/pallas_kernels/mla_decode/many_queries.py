@@ -105,7 +105,7 @@ def attend_many(
             plgpu.barrier_wait(q_free)
 
         def compute(mine: int):
-            """What warpgroup `mine` does: pages in stage `mine` are its own, it adds values of its half of all pages."""
+            """What warpgroup `mine` does: pages in stage `mine` are its own, it adds its half of all values."""
             plgpu.set_max_registers(COMPUTER_REGISTERS, action="increase")
             theirs = 1 - mine
 
