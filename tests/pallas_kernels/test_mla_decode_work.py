@@ -44,7 +44,7 @@ def pieces(plan: DecodePlan) -> list[Piece]:
                 row = Row(*plan.rows[entry].tolist())
             begin, end = max(part.begin, row.begin), min(part.end, row.end)
             if end > begin:
-                found.append(Piece(index, entry, begin - row.begin, end - row.begin, row.slot + index))
+                found.append(Piece(index, entry, begin - row.begin, end - row.begin, row.slot))
     return found
 
 
