@@ -94,7 +94,8 @@ def _wgmma(*, a_allocation_key_as_array, **others):
         key = HostAllocationKey.from_array(others[f"{name}_allocation_key_as_array"])
         transforms = gpu_callbacks._remove_noop_transforms(others[f"{name}_transforms"])
         access = memory.access(key, jax.tree.map(int, transforms))
-        return key, access, memory.get_buffer_content(key, access, thread, logging_info=info)[0]
+        content, _, _ = memory.get_buffer_content(key, access, thread, logging_info=info)
+        return key, access, np.asarray(content)
 
     key, access, accumulator = read("acc")
     result = accumulator + np.matmul(a, read("b")[2], dtype=accumulator.dtype)
