@@ -69,7 +69,7 @@ def shapes_and_tokens():
 
 
 @pytest.mark.kernels
-@pytest.mark.parametrize(("shape", "tokens"), shapes_and_tokens())
+@pytest.mark.parametrize(("shape", "tokens"), list(shapes_and_tokens()))
 def test_sm90a_of_all_shapes(shape: DecodeShape, tokens: int):
     check(compile_layers(shape, tokens))
 
