@@ -1,6 +1,7 @@
 """Mosaic kernels on CPUs: JAX simulates blocks, warpgroups, shared memory, barriers and copies, and finds races."""
 
 import io
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
 from functools import partial
@@ -13,7 +14,7 @@ from jax._src.pallas.mosaic_gpu import primitives
 from jax._src.pallas.mosaic_gpu.core import WGMMAAbstractAccumulatorRef
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 from jax._src.pallas.mosaic_gpu.interpret.jaxpr_interpret import JaxprInterpreter
-from jax._src.pallas.mosaic_gpu.interpret.shared_memory import GPULoggingInfo, HostAllocationKey
+from jax._src.pallas.mosaic_gpu.interpret.shared_memory import Barrier, GPULoggingInfo, HostAllocationKey
 from jax._src.state.primitives import swap_p
 from jax.experimental import io_callback
 
@@ -34,6 +35,23 @@ def interpreted() -> Iterator[None]:
         gpu_callbacks.reset_gpu_interpret_mode_state()
     if "RACE DETECTED" in said.getvalue():
         raise AssertionError(said.getvalue())
+
+
+@contextmanager
+def late(warpgroup: int, seconds: float = 0.3) -> Iterator[None]:
+    """In simulated kernels, a warpgroup comes to each barrier late.
+
+    A barrier that opens twice before a warpgroup has seen it open once is an error; on a GPU that would wait forever.
+    """
+    wait = Barrier.wait
+
+    def wait_late(self, thread, *args, **kwargs):
+        if thread.warpgroup_id == warpgroup:
+            time.sleep(seconds)
+        wait(self, thread, *args, **kwargs)
+
+    with mock.patch.object(Barrier, "wait", wait_late):
+        yield
 
 
 @contextmanager

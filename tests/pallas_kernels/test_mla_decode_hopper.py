@@ -10,7 +10,7 @@ import pytest
 from dsjax.pallas_kernels.mla_decode import DecodeRows
 from dsjax.pallas_kernels.mla_decode.hopper import mla_decode, plan
 from dsjax.published import published
-from tests.pallas_kernels.interpreting import interpreted
+from tests.pallas_kernels.interpreting import interpreted, late
 from tests.pallas_kernels.latents import Cache, attend_latents, random_cache
 
 RANK, ROPE = 512, 64
@@ -90,6 +90,22 @@ def test_ragged_rows_of_many_heads(num_sms: int):
 @pytest.mark.parametrize(("tokens", "heads"), [(4, 2), (2, 16), (1, 128)])
 def test_heads_and_query_tokens(tokens: int, heads: int):
     check([130, 2, 65], tokens, heads, num_sms=4)
+
+
+@pytest.mark.parametrize(
+    "warpgroup", [pytest.param(0, marks=pytest.mark.kernels), 1, pytest.param(2, marks=pytest.mark.kernels)]
+)
+def test_a_warpgroup_may_be_late(warpgroup: int):
+    """Odd and even numbers of pages, several rows in a part."""
+    with late(warpgroup):
+        check([130, 64], tokens=1, heads=64, num_sms=1)
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("warpgroup", [0, 1])
+def test_a_warpgroup_of_few_heads_may_be_late(warpgroup: int):
+    with late(warpgroup):
+        check([130, 64], tokens=1, heads=16, num_sms=1)
 
 
 @pytest.mark.parametrize("scale", [published("v3").attention.softmax_scale, 192**-0.5])

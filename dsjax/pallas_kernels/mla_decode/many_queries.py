@@ -208,22 +208,18 @@ def attend_many(
                 fade(o, decay)
                 start_values(o, weights.astype(dtype), 0, visible, zero)
 
-                def and_second():
-                    both_top = ask(tops)
-                    decay = jnp.exp2(top - both_top)
-                    hand_over(weights * across(decay, weights.shape), zero)
-                    finish_values(0)
+                both_top = ask(tops)
+                decay = jnp.exp2(top - both_top)
+                hand_over(weights * across(decay, weights.shape), zero)
+                finish_values(0)
+
+                @pl.when(segment.first + 2 * i + 1 < segment.end)
+                def _second():
                     fade(o, decay)
                     start_values(o, their_weights(zero), 1, visible - PAGE, zero)
                     finish_values(1)
-                    return both_top, total * decay
 
-                def alone():
-                    hand_over(weights, zero)
-                    finish_values(0)
-                    return top, total
-
-                return lax.cond(segment.first + 2 * i + 1 < segment.end, and_second, alone)
+                return both_top, total * decay
 
             def second_page(segment: Segment, o, i, state):
                 """The second warpgroup's part in pages 2 i and 2 i + 1 of a segment."""
@@ -250,6 +246,7 @@ def attend_many(
 
                 def alone():
                     top = ask(tops)
+                    tell(tops, top)  # it was heard: nothing may be told twice before that
                     total = add_first(top)
                     finish_values(0)
                     return top, total
