@@ -64,7 +64,7 @@ def attend_few(
                     plgpu.copy_gmem_to_smem(q_latent.at[segment.entry, :, columns], q_latent_smem.at[half], q_full)
                 plgpu.copy_gmem_to_smem(q_rope.at[segment.entry], q_rope_smem, q_full)
 
-                def page(j, page, following) -> None:
+                def page(j, page, _following) -> None:
                     slot = lax.rem(segment.before + j - segment.first, SLOTS)
                     plgpu.barrier_wait(free.at[slot])
                     for half in range(2):

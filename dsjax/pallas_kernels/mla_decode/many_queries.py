@@ -12,11 +12,9 @@ Cost, per row, block and page: 64 * 64 * (576 + 512) multiply-adds, and 72 KiB f
 bytes / 4.3 TB/s, or operations / 790 TFLOP/s.
 
 What limits it: shared memory holds one pair of pages beside the queries, so copy, scores, softmax and values of a page
-come one after the other before the next page can be copied to its place. On an H200, with 64 rows of 4096 keys, 128
-heads and the clock held at 1.27 GHz, ncu finds that of 159 us (without prefetching) the warpgroups wait 17 and 30 for
-pages, 32 and 38 for products, and 9 for the first queries. At full clock the card is at its power limit, 700 W, and
-memory is further away: prefetching pages to L2 gains 5%. Sending pages to both blocks of a row as a cluster, smaller
-copies, weights in registers for all products and fewer barriers gained nothing.
+come one after the other before the next page can be copied to its place. Seen once with ncu on an H200 (64 rows of 4096
+keys, 128 heads, clock held at 1.27 GHz, no prefetching): of 159 us the warpgroups waited 17 and 30 for pages, 32 and 38
+for products, and 9 for the first queries. At full clock the card is at its power limit, and memory is further away.
 """
 
 from functools import partial
